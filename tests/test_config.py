@@ -26,7 +26,7 @@ from zero2all.config import (
 from zero2all.config.training import StageConfig
 
 SECTIONS = [
-    *("data", "tokenizer", "model", "ops", "parallel", "optim", "schedule", "stages"),
+    *("data", "tokenizer", "model", "ops", "parallel", "diloco", "optim", "schedule", "stages"),
     *("train", "guards", "checkpoint", "resilience", "track", "eval"),
 ]
 SECTION_TYPES = [
@@ -236,6 +236,31 @@ def test_a_field_or_choice_by_its_old_name_is_answered_with_the_new_one(tmp_path
     ]
     with pytest.raises(ConfigError, match="It is now called `min_lr_ratio`"):
         load_config(write(tmp_path, ""), ["--schedule.lr_min_share", "0.2"])
+
+
+def test_what_is_gone_is_answered_with_what_to_use():
+    found = problems_of({"parallel": {"slow_link": {"every": 9}, "compress": "powersgd", "powersgd_rank": 4}})
+    assert [text.partition(". ")[2] for text in found] == [
+        "It is now `diloco`: a section of its own.",
+        "PowerSGD is gone. Take bf16, or `diloco` for a slow network.",
+        "PowerSGD is gone. Take bf16, or `diloco` for a slow network.",
+    ]
+    assert (
+        "set diloco.scheme to diloco, outer_lr to 1 and momentum to 0"
+        in problems_of({"diloco": {"scheme": "local_sgd"}})[0]
+    )
+    with pytest.raises(ConfigError, match="It is now `diloco`"):
+        load_config("quickstart", ["--parallel.slow_link.every", "9"])
+
+
+@pytest.mark.parametrize("groups", [[], ["a:1", "b:1"]])
+def test_groups_of_an_earlier_version_are_those_of_the_section_diloco(tmp_path, groups):
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "config.yaml"
+    link = {"groups": groups, "every": 9, "top_k_share": 0.02}
+    path.write_text(yaml.safe_dump({"parallel": {"slow_link": link, "powersgd_rank": 4}}))
+    config = load_config(path)
+    assert (config.diloco.groups, config.diloco.every) == (groups, 9 if groups else 30)
 
 
 def test_the_config_that_a_run_of_an_earlier_version_kept_is_understood(tmp_path):

@@ -37,8 +37,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("ops",),
     "estimate": ("model.config", "ops.footprint"),
     "parallel": ("model", "estimate", "ops", "resilience"),
+    "diloco": ("parallel", "ops.host_memory", "resilience.heartbeat"),
     "config": (
-        *("model.config", "ops.config", "packed.config", "parallel.config"),
+        *("model.config", "ops.config", "packed.config", "parallel.config", "diloco.config"),
         *("resilience.config", "tokenizer.config", "track.config"),
     ),
     "train": (
@@ -46,6 +47,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "model",
         "ops",
         "parallel",
+        "diloco",
         "estimate",
         "track.writer",
         "config",
@@ -82,6 +84,7 @@ TRAINER = (
     "model",
     "ops",
     "parallel",
+    "diloco",
     "train",
     "estimate",
     "track.writer",

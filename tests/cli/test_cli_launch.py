@@ -149,7 +149,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text, seconds):
         (["slurm", "--time", "banana"], "--time is 'banana'. Expected a time limit as Slurm reads it"),
         (["slurm", "--time", "5"], "--save-seconds is 300, and --time 5 is not longer"),
         (["slurm", "--write", "no-folder/job.sh"], "there is no folder no-folder"),
-        (["slurm", "--parallel.slow_link.groups", "[a:1,b:1]"], "Start one job per group"),
+        (["slurm", "--diloco.groups", "[a:1,b:1]"], "Start one job per group"),
     ],
 )
 def test_a_job_that_could_not_run_is_refused(z2a, words, said):

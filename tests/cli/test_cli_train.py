@@ -343,4 +343,4 @@ def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny
 def test_the_number_of_a_group_without_groups_is_refused(z2a):
     ended = z2a("train", "quickstart", "--group", "0")
     assert ended.code == 2
-    assert "--group is 0, but parallel.slow_link.groups is empty" in ended.err
+    assert "--group is 0, but diloco.groups is empty" in ended.err

@@ -352,7 +352,7 @@ def result_of(state: TrainState, world: World, config: RunConfig, step: int, sam
 
 def main() -> None:
     """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`, or of `pairs` where it names a folder, or of
-    `sleeping_stages` where it names seconds, or of `compressed` where it names a kind)."""
+    `sleeping_stages` where it names seconds)."""
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
@@ -360,8 +360,6 @@ def main() -> None:
     found = {}
     for name, arguments in json.loads(cases).items():
         kind = pairs if "folder" in arguments else sleeping_stages if "seconds" in arguments else course
-        if "kind" in arguments:
-            from tests.parallel.compressed import compressed as kind  # type: ignore[assignment]
         found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
         if "sent" in found[name]:

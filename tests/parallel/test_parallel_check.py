@@ -74,9 +74,11 @@ def test_all_problems_are_reported_at_once_with_the_arithmetic():
         ({"context": 2}, {"train": {"cuda_graph": "on"}}, 2,
          "train.cuda_graph on does not work with parallel.context 2"),
         ({"tensor": 8}, {}, 8, "model.kv_heads 4 is less than parallel.tensor 8"),
+        ({"compress": "bf16", "zero": 3}, {}, 4, "parallel.compress bf16 does not work with zero 3 (FSDP sums its own"),
     ],
     ids=["expert", "no experts", "rows", "rows of a stage", "sequence", "one length for both axes", "length and tokens",
-         "zero 2 and a wrong product", "expert without shards", "expert over shards", "optimizer", "graph", "kv heads"],
+         "zero 2 and a wrong product", "expert without shards", "expert over shards", "optimizer", "graph", "kv heads",
+         "compress"],
 )  # fmt: skip
 def test_every_rule_says_numbers(parallel, sections, processes, said):
     with pytest.raises(UsageError, match=re.escape(said)):
@@ -84,16 +86,14 @@ def test_every_rule_says_numbers(parallel, sections, processes, said):
 
 
 def test_settings_without_effect_are_named():
-    def found(**parallel):
-        return idle_settings(config(parallel, train={"steps": 120}), 1)
+    def found(parallel=None, **diloco):
+        return idle_settings(config(parallel or {}, diloco=diloco, train={"steps": 120}), 1)
 
     two = {"groups": ["a:1", "b:1"], "every": 10}
-    assert found(slow_link=two) == []
-    empty = "without effect: parallel.slow_link.scheme, parallel.slow_link.every (parallel.slow_link.groups is empty)"
-    assert found(slow_link={"scheme": "diloco", "every": 10}) == [empty]
-    sparse = {**two, "scheme": "sparse", "compress": "int4", "top_k_share": 0.1}
-    assert found(slow_link=sparse) == ["without effect: parallel.slow_link.compress (the scheme is sparse)"]
-    local = found(slow_link={**two, "scheme": "local_sgd", "outer_lr": 0.7, "momentum": 0.8})
-    assert "parallel.slow_link.outer_lr, parallel.slow_link.momentum (the scheme is local_sgd)" in local[0]
-    assert "the groups synchronise once, after the last step" in found(slow_link={**two, "every": 121})[0]
-    assert "there is one process" in found(compress="bf16")[0]
+    assert found(**two) == []
+    empty = "without effect: diloco.scheme, diloco.every (diloco.groups is empty)"
+    assert found(scheme="diloco", every=10) == [empty]
+    plain = found(**two, scheme="diloco", momentum=0.8, tau=2, alpha=0.1)
+    assert plain == ["without effect: diloco.tau, diloco.alpha (the scheme is diloco)"]
+    assert "the groups synchronise once, after the last step" in found(**{**two, "every": 121})[0]
+    assert "there is one process" in found({"compress": "bf16"})[0]

@@ -99,3 +99,13 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(monkeypatch):
     model.head.weight.sum().backward()
     with pytest.raises(RuntimeError, match=r"head\.weight changed after it was sent"):
         model.head.weight.sum().backward()
+
+
+def test_compressed_gradients_are_sums_of_rounded_values(monkeypatch):
+    link = Link(monkeypatch)
+    model, weights = make(link, in_bfloat16=True)
+    run_pass(model, weights, is_last=True)
+    assert {values.dtype for values, _ in link.sent} == {torch.bfloat16}
+    exact, plain = make(link)
+    run_pass(exact, plain, is_last=True)
+    assert torch.equal(weights.gradients, plain.gradients.bfloat16().float())

@@ -75,7 +75,6 @@ def rows_of(gpus: int, *words: str, most_tensor: int = 8) -> list[Row]:
         (96, [], {"zero": 2, "shard": 8, "replicate": 12}),
         (16, ["--parallel.copy_kv_heads", "true"], {"tensor": 16}),
         (8, ["--data.seq_len", "1032", "--train.tokens_per_step", "528384"], {"context": 8}),
-        (4, ["--parallel.compress", "powersgd"], {"replicate": 4}),
         (4, ["--train.tokens_per_step", "8192"], {"pipeline": 4}),
     ],
     ids=str,

@@ -14,7 +14,7 @@ from zero2all.estimate.memory import GIB, MemoryEstimate
 from zero2all.train.plan import make_plan, plan_notes, plan_tables, plan_values
 
 LARGE = ["z2all-1b", "--model.vocab_size", "64000", "--parallel.device", "cpu", "--train.precision", "float32"]
-LINK = "--parallel.slow_link."
+LINK = "--diloco."
 TINY = [
     *("--parallel.device", "cpu", "--model.vocab_size", "2048", "--model.hidden_size", "128", "--model.heads", "4"),
     *("--model.kv_heads", "2", "--model.intermediate_size", "192", "--model.layers", "2", "--data.seq_len", "16"),
@@ -55,7 +55,7 @@ def test_the_axis_for_a_slow_link_is_one_that_sends_little_and_hides_it():
 def test_a_plan_says_what_groups_send_and_how_many_rows_each_has():
     link = {"groups": "[a:1,b:1]", "compress": "int4"}
     notes = plan_notes(plan_of(2, *(word for name, value in link.items() for word in (LINK + name, value))))
-    assert "slow link: 2 groups, streaming, every 30 steps, int4: a group sends 6" in "\n".join(notes)
+    assert "DiLoCo: 2 groups, streaming, every 30 steps, int4: a group sends 6" in "\n".join(notes)
     rows = [line.split() for line in notes if "rows" in line or "per group" in line]
     assert int(rows[0][-3]) == 2 * int(rows[1][1])
 
@@ -162,13 +162,12 @@ def test_values_and_tables_of_one_process():
              "16", "--train.micro_batch_samples", "1"]),
         (4, ["--parallel.zero", "3"]),
         (4, ["--parallel.compress", "bf16", "--parallel.zero", "1", "--parallel.shard", "2"]),
-        (4, ["--parallel.compress", "powersgd", "--parallel.zero", "1", "--parallel.context", "2"]),
         (6, ["--optim.kind", "muon", "--parallel.zero", "1", "--parallel.shard", "3", "--model.layers", "3"]),
         (8, ["--optim.kind", "muon", "--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4",
              "--model.moe.expert_size", "16", "--train.micro_batch_samples", "1"]),
         (4, ["--optim.kind", "adamw_8bit", "--parallel.zero", "1"]),
     ],
-    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "powersgd", "muon", "muon, experts",
+    ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "muon", "muon, experts",
          "8 bits"],
 )  # fmt: skip
 def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from zero2all.measure.doctor.finding import Finding
     from zero2all.measure.doctor.network import Measured
 
+SECRET_FILE = "z2a-doctor.secret"
+"""What a listener makes where it is given no secret."""
 SHOWN = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
 
 
@@ -83,32 +84,35 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(arguments: argparse.Namespace) -> int:
-    from zero2all.common.secret import VARIABLE, given_secret
+    from zero2all.common.secret import given_secret, shared_secret
     from zero2all.measure.doctor.network import listen
 
     host, _, port = arguments.listen.rpartition(":")
     if not port.isascii() or not port.isdigit() or not 0 < int(port) <= LAST_PORT:
         raise UsageError(f"--listen {arguments.listen} is not a port. Expected PORT or HOST:PORT, such as 29700.")
-    secret = given_secret(arguments.secret_file)
-    own = secrets.token_urlsafe(16)
+    given = given_secret(arguments.secret_file)
 
     def ready(address: str) -> None:
         tell(f"listening on {address}; Ctrl-C ends it", flush=True)
-        if secret is None:
-            print(t("On the other machines, listeners too, first run:"), "export", f"{VARIABLE}={own}", flush=True)
+        if given is None:
+            tell(
+                f"The secret is in {SECRET_FILE} of this folder, which only you can read. Copy it to the other "
+                f"machines, listeners too, and add --secret-file {SECRET_FILE} there.",
+                flush=True,
+            )
 
     with suppress(KeyboardInterrupt):
-        listen(host.strip("[]"), int(port), secret or own.encode(), ready)
+        listen(host.strip("[]"), int(port), given or shared_secret(Path(SECRET_FILE)), ready)
     return 0
 
 
 def _secret(path: Path | None) -> bytes:
-    from zero2all.common.secret import VARIABLE, given_secret
+    from zero2all.common.secret import given_secret
 
     if (secret := given_secret(path)) is None:
         raise UsageError(
-            f"--peer needs the secret of the listeners. `z2a doctor --network --listen PORT` prints the line "
-            f"`export {VARIABLE}=…` to run here first, or give both sides the same --secret-file."
+            f"--peer needs the secret of the listeners. `z2a doctor --network --listen PORT` writes it into "
+            f"{SECRET_FILE}: copy that file here, and add --secret-file {SECRET_FILE}."
         )
     return secret
 

@@ -40,10 +40,10 @@ def _train_words(arguments: argparse.Namespace, python: str) -> tuple[str, int, 
     from zero2all.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
-    if config.parallel.slow_link.groups and config.parallel.slow_link.group is None:
+    if config.diloco.groups and config.diloco.group is None:
         raise UsageError(
-            "parallel.slow_link.groups: this verb starts the machines of one group. Start one job per group, and say "
-            "which: add --parallel.slow_link.group 0, then 1, and so on."
+            "diloco.groups: this verb starts the machines of one group. Start one job per group, and say "
+            "which: add --diloco.group 0, then 1, and so on."
         )
     words = ["train", arguments.config, "--work", str(arguments.work), *arguments.overrides]
     if not config.resilience.supervise:  # or a machine that fails could not come back

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     --plan-only                  show mesh, layout, memory and traffic of the run, computed without running it, and stop
     --gpu NAME                   with --plan-only: plan for this GPU, such as 4090, a100-80g or h100
     --json                       with --plan-only: print JSON
-    --group N:int>=0             the number of this group, with parallel.slow_link (also in the environment:
+    --group N:int>=0             the number of this group, with diloco.groups (also in the environment:
         Z2A_GROUP)
     --fresh                      delete an earlier run of this name and start over
     --accept-changes             continue a run even if its settings changed
@@ -77,16 +77,16 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
     overrides = list(arguments.overrides)
     if arguments.group is not None:
-        overrides.append(f"--parallel.slow_link.group={arguments.group}")
+        overrides.append(f"--diloco.group={arguments.group}")
     try:
         config, filled = load_with_rules(arguments.config, overrides)
     except ConfigError as error:
         if arguments.plan_only and error.config is not None:
             _check_layout(error.config, str(error))
         raise
-    if arguments.group is not None and not config.parallel.slow_link.groups:
+    if arguments.group is not None and not config.diloco.groups:
         raise UsageError(
-            f"--group is {arguments.group}, but parallel.slow_link.groups is empty: this run would train alone. Set "
+            f"--group is {arguments.group}, but diloco.groups is empty: this run would train alone. Set "
             f"the addresses of all groups there, or leave --group out."
         )
     if arguments.print_config:

@@ -66,7 +66,7 @@ class PeerFailureError(UserError):
 
 
 class AbsentGroupsError(PeerFailureError):
-    """Other groups of a slow link did not come."""
+    """Other groups (DiLoCo) did not come."""
 
 
 class RunLockedError(UserError):

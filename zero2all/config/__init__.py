@@ -58,6 +58,10 @@ def with_new_names(values: Any, place: str = "") -> Any:
         if place == "parallel" and "data" in values:
             values = {**values, "zero": 3 if values["data"] == "shard" else 0}
             del values["data"]
+        if not place and isinstance(values.get("parallel"), dict):
+            parallel = {name: value for name, value in values["parallel"].items() if name != "powersgd_rank"}
+            groups = {name: value for name, value in parallel.pop("slow_link", {}).items() if name != "top_k_share"}
+            values = {**values, "parallel": parallel, **({"diloco": groups} if groups.get("groups") else {})}
         if place == "optim":
             moved = {new: values[old] for old, new in MOVED_FIELDS.items() if old in values}
             kept = {name: value for name, value in values.items() if name not in MOVED_FIELDS}
@@ -288,6 +292,14 @@ def _with_new_name(problem: Problem) -> Problem | None:
     if problem.field == "parallel.data":
         hint = "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard."
         return dataclasses.replace(problem, hint=hint)
+    if problem.field == "parallel.slow_link":
+        return dataclasses.replace(problem, hint="It is now `diloco`: a section of its own.")
+    if problem.field == "parallel.powersgd_rank" or (problem.field, problem.value) == ("parallel.compress", "powersgd"):
+        hint = "PowerSGD is gone. Take bf16, or `diloco` for a slow network."
+        return dataclasses.replace(problem, hint=hint)
+    if problem.field == "diloco.scheme" and problem.value in ("local_sgd", "sparse"):
+        hint = "For local SGD set diloco.scheme to diloco, outer_lr to 1 and momentum to 0; sparse is gone."
+        return dataclasses.replace(problem, hint=hint)
     if problem.field == "optim.muon_update_rms":
         hint = (
             "Muon's steps now have a spectral scale: delete this field and set optim.lr_max to about 0.02 at 524,288 "
@@ -332,7 +344,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "optim", "train", "parallel", "resilience"):
+    for name in ("data", "tokenizer", "model", "optim", "train", "parallel", "diloco", "resilience"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):

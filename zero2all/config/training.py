@@ -19,6 +19,7 @@ from zero2all.common.schema import (
     ShareBelowOne,
 )
 from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
+from zero2all.diloco.config import DilocoConfig
 from zero2all.model.config import PARAMETER_KINDS, Base, ModelConfig, RopeScaling
 from zero2all.ops.config import OpsConfig
 from zero2all.packed.config import DataConfig, mixture_problems
@@ -343,6 +344,8 @@ class RunConfig:
     """Which implementation each operator uses."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Where the run computes."""
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    """Groups that train one model over a slow network."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -366,3 +369,12 @@ class RunConfig:
     def samples_per_step(self) -> int:
         """Samples in one optimizer step of a stage without a sequence length of its own."""
         return self.train.tokens_per_step // self.data.seq_len
+
+    @property
+    def groups(self) -> int:
+        """Groups that train one model together."""
+        return self.diloco.count
+
+    def batch_place(self, rank: int, ranks: int) -> tuple[int, int]:
+        """The number of a batch rank among those of all groups, and how many these are."""
+        return (self.diloco.group or 0) * ranks + rank, self.groups * ranks

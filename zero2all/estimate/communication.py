@@ -11,8 +11,7 @@ context):
                                                           weights between the forward and the backward pass
     hybrid   with r > 1, zero 1 to 3 also all-reduce the part of a process, G/n, over r; zero 2 in each pass
 
-`parallel.compress`: with bf16 G is 2 bytes a parameter. With powersgd zero 0 and 1 all-reduce, over all r x n, the two
-factors of each matrix and the other values (`zero2all.estimate.slow_link`), without padding.
+With `parallel.compress: bf16` G is 2 bytes a parameter.
 
 What every tensor rank has a copy of (norms) is summed over the tensor axis too. Experts are cut over the expert axis;
 for them n is the number of processes with the same experts (shard x context x tensor / expert), and r is replicate.
@@ -55,9 +54,7 @@ from typing import Literal
 
 from zero2all.estimate.flops import recomputed_blocks, stopped_blocks
 from zero2all.estimate.local_model import copied_values, expert_values
-from zero2all.estimate.memory import compressed_shapes
 from zero2all.estimate.memory_settings import WIDTHS, MemorySettings
-from zero2all.estimate.slow_link import payload_bytes
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")
@@ -162,12 +159,9 @@ def _gradients_and_weights(
             found.append(_all_reduce(settings, ["tensor"], "gradients", own))
         elif spread == "copied":
             axes.append("tensor")
-        if settings.compress == "powersgd":
-            found.append(_all_reduce(settings, LOSS, "gradients", _low_rank_bytes(model, settings), meanwhile))
-        elif settings.zero >= 1:
+        if settings.zero >= 1:
             found.append(Transfer("reduce-scatter", "gradients", scatter, ranks, gradients, meanwhile))
-        if settings.compress != "powersgd":
-            found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
+        found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "block before" if settings.zero == 3 else "next forward"
         whole = float(gathers * width * values)
@@ -190,16 +184,6 @@ def _momenta(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     axes = "tensor" if not settings.is_fsdp else "shard x tensor" if settings.tensor > 1 else "shard"
     size = 2.0 * WIDTHS[settings.precision] * values / settings.state_ranks
     return [Transfer("all-to-all", "momentum", axes, ranks, size)]
-
-
-def _low_rank_bytes(model: ModelConfig, settings: MemorySettings) -> float:
-    """What PowerSGD sums: the factors of matrices, and all other values, in float32 or wider."""
-    rank = settings.powersgd_rank
-    shapes = compressed_shapes(model, rank)
-    others = parameter_counts(model)["total"] - sum(math.prod(shape) for shape in shapes)
-    return float(
-        max(1, WIDTHS[settings.precision] // 4) * (4 * others + payload_bytes("powersgd", shapes, 32, rank=rank))
-    )
 
 
 def _reduced_again(model: ModelConfig, settings: MemorySettings, spread: str) -> int:

@@ -40,7 +40,6 @@ from zero2all.estimate.local_model import expert_values
 from zero2all.estimate.memory_settings import PLACE_OF_STATES, WIDTHS, Place
 from zero2all.estimate.memory_settings import MemorySettings as MemorySettings
 from zero2all.estimate.pass_memory import Phase, pass_memory
-from zero2all.estimate.slow_link import is_low_rank
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts
 
 GIB = 2**30
@@ -57,7 +56,7 @@ BYTES_TO_SPLIT = 13.0
 UPDATE_BYTES = 12.0
 """Temporaries of an update by an optimizer that takes one parameter after the other, per value of the largest one."""
 NORM, UPDATE, SAVE = "gradient norm", "optimizer step", "checkpoint"
-STATE_PARTS = ("weights", "masters", "gradients", "optimizer", "compression")
+STATE_PARTS = ("weights", "masters", "gradients", "optimizer")
 
 
 def binary_size(count: float, digits: int = 1) -> str:
@@ -301,20 +300,11 @@ def _moment_bytes(model: ModelConfig, kind: str, kahan: bool) -> tuple[float, fl
     return 8.0, 8.0
 
 
-def compressed_shapes(model: ModelConfig, rank: int) -> list[tuple[int, int]]:
-    """The matrices that PowerSGD compresses, of a model without experts."""
-    return [shape for shape in _matrices_apart(model, "adamw_8bit") if is_low_rank(shape, rank)]
-
-
 def _compress_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
     """What compressed gradients take beside the gradients themselves."""
-    if settings.compress == "bf16":
-        return [MemoryPart("sent copy", 2.0 * parameter_counts(model)["total"], "of the gradients, in bfloat16")]
     if settings.compress == "none":
         return []
-    shapes, width = compressed_shapes(model, settings.powersgd_rank), max(4, WIDTHS[settings.precision])
-    factors = settings.powersgd_rank * sum(columns for _, columns in shapes)
-    return [MemoryPart("compression", float(width * (_values(shapes) + factors)), "errors and factors of PowerSGD")]
+    return [MemoryPart("sent copy", 2.0 * parameter_counts(model)["total"], "of the gradients, in bfloat16")]
 
 
 def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:

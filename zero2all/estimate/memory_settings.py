@@ -46,7 +46,6 @@ class MemorySettings:
     stage: HeldStage | None = None  # of a pipeline; None: all of the model
     overlap: bool = True  # parallel.overlap
     compress: str = "none"  # parallel.compress
-    powersgd_rank: int = 4  # parallel.powersgd_rank
     offload: str = "none"  # parallel.offload
     bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
     workspace_bytes: float = 0.0

@@ -17,16 +17,11 @@ from dataclasses import fields, replace
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import counted
 from zero2all.parallel import context, expert, pipeline, tensor
-from zero2all.parallel.config import MeshSizes, SlowLinkConfig
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.run_config import SpreadConfig, sequence_lengths
 
-USED_BY = {
-    "compress": ("local_sgd", "diloco", "streaming"),
-    **dict.fromkeys(("outer_lr", "momentum"), ("diloco", "streaming")),
-    **dict.fromkeys(("fragment_layers", "tau", "alpha"), ("streaming",)),
-    "top_k_share": ("sparse",),
-}
-"""Settings of a slow link that not all schemes use."""
+OF_STREAMING = ("fragment_layers", "tau", "alpha")
+"""Settings of the section diloco that only its scheme streaming uses."""
 Rule = Callable[[SpreadConfig, MeshSizes], list[str]]
 
 
@@ -70,7 +65,7 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
         f"  rows        = train.tokens_per_step / data.seq_len = {config.train.tokens_per_step} / "
         f"{config.data.seq_len} = {rows} per step",
     ]
-    if (groups := config.parallel.groups) > 1:
+    if (groups := config.groups) > 1:
         rows //= groups
         lines.append(f"              = {rows} per group x {groups} groups")
     if micro != "auto":
@@ -84,17 +79,18 @@ def arithmetic(config: SpreadConfig, sizes: MeshSizes) -> str:
 
 def idle_settings(config: SpreadConfig, processes: int) -> list[str]:
     """A line for each reason why settings that were changed have no effect."""
-    link, usual = config.parallel.slow_link, SlowLinkConfig()
-    changed = [one.name for one in fields(link) if getattr(link, one.name) != getattr(usual, one.name)]
-    unused = [name for name in changed if link.scheme not in USED_BY.get(name, (link.scheme,))]
-    names = ", ".join(f"parallel.slow_link.{name}" for name in (unused if link.groups else changed))
+    diloco = config.diloco
+    usual = type(diloco)()
+    changed = [one.name for one in fields(diloco) if getattr(diloco, one.name) != getattr(usual, one.name)]
+    unused = [name for name in changed if name in OF_STREAMING and diloco.scheme != "streaming"]
+    names = ", ".join(f"diloco.{name}" for name in (unused if diloco.groups else changed))
     found = []
     if names:
-        why = f"the scheme is {link.scheme}" if link.groups else "parallel.slow_link.groups is empty"
+        why = f"the scheme is {diloco.scheme}" if diloco.groups else "diloco.groups is empty"
         found.append(f"without effect: {names} ({why})")
-    if link.groups and link.every > config.train.steps:
+    if diloco.groups and diloco.every > config.train.steps:
         found.append(
-            f"parallel.slow_link.every {link.every} is more than train.steps {config.train.steps}: the groups "
+            f"diloco.every {diloco.every} is more than train.steps {config.train.steps}: the groups "
             f"synchronise once, after the last step"
         )
     if config.parallel.compress != "none" and processes == 1:
@@ -174,10 +170,10 @@ def _offload_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     return found
 
 
-def _slow_link_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
+def _group_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     """Every group gets the same number of rows, and a fragment is in the model before the next one is sent."""
-    link, groups, found = config.parallel.slow_link, config.parallel.groups, []
-    if not link.groups:
+    diloco, groups, found = config.diloco, config.groups, []
+    if groups == 1:
         return []
     ranks = sizes.replicate * sizes.shard
     for name, length in sequence_lengths(config):
@@ -188,42 +184,30 @@ def _slow_link_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
                 f"{counted(rows, 'row')}, which cannot be divided evenly among {groups} groups x {ranks} batch ranks. "
                 f"Set train.tokens_per_step to a multiple of {groups * ranks * length}."
             )
-    fragments = link.fragments(config.model.layers)
-    if link.every < fragments:
+    fragments = diloco.fragments(config.model.layers)
+    if diloco.every < fragments:
         found.append(
-            f"parallel.slow_link.every {link.every} is less than the {fragments} fragments of the model (model.layers "
-            f"{config.model.layers} / fragment_layers {link.fragment_layers}, and one for embedding and head): each is "
-            f"sent at a step of its own. Raise every to at least {fragments}, or fragment_layers."
+            f"diloco.every {diloco.every} is less than the {fragments} fragments of the model (model.layers "
+            f"{config.model.layers} / fragment_layers {diloco.fragment_layers}, and one for embedding and head): each "
+            f"is sent at a step of its own. Raise every to at least {fragments}, or fragment_layers."
         )
-    elif link.scheme == "streaming" and link.tau * fragments >= link.every:
+    elif diloco.scheme == "streaming" and diloco.tau * fragments >= diloco.every:
         found.append(
-            f"parallel.slow_link.tau {link.tau} must be less than every / fragments = {link.every} / {fragments}: a "
-            f"fragment must be back before the next one is sent. Lower tau to at most {(link.every - 1) // fragments}, "
+            f"diloco.tau {diloco.tau} must be less than every / fragments = {diloco.every} / {fragments}: a fragment "
+            f"must be back before the next one is sent. Lower tau to at most {(diloco.every - 1) // fragments}, "
             f"or raise every or fragment_layers."
         )
     return found
 
 
-def _compress_problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
-    """FSDP sums by itself. PowerSGD needs whole matrices and their whole sum, once a step, and keeps its error in one
-    scale."""
+def _compress_problems(config: SpreadConfig, _sizes: MeshSizes) -> list[str]:
+    """FSDP sums by itself."""
     parallel, found = config.parallel, []
     asked = parallel.compress
     if asked == "none":
         return []
     if parallel.zero == 3:
         found.append("zero 3 (FSDP sums its own parts)")
-    if asked == "powersgd":
-        if parallel.zero == 2:
-            found.append("zero 2 (each rank gets a part of the sum, in every pass)")
-        axes = [
-            f"{name} {getattr(sizes, name)}" for name in ("tensor", "pipeline", "expert") if getattr(sizes, name) > 1
-        ]
-        found += [f"{axis} (matrices or blocks are cut)" for axis in axes]
-        if config.model.moe.experts:
-            found.append("model.moe.experts (most values would be sent whole)")
-        if config.train.precision == "float16":
-            found.append("train.precision float16 (the scale of the loss changes, the error keeps the old one)")
     if not found:
         return []
     return [f"parallel.compress {asked} does not work with {', '.join(found)}. Change these, or set it to none."]
@@ -250,7 +234,7 @@ RULES: tuple[Rule, ...] = (
     _zero_problems,
     _offload_problems,
     _cuda_graph_problems,
-    _slow_link_problems,
+    _group_problems,
     _compress_problems,
 )
 """The rules of single axes, and those that several share."""

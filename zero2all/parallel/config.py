@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Annotated, Literal
 
 from zero2all.common.errors import UsageError
-from zero2all.common.schema import NaturalInt, PositiveFloat, PositiveInt, Problem, Range
+from zero2all.common.schema import PositiveFloat, PositiveInt, Problem, Range
 
 
 @dataclass(frozen=True)
@@ -28,83 +28,6 @@ class MeshSizes:
     def processes(self) -> int:
         """All processes."""
         return math.prod(astuple(self)) // self.expert
-
-
-@dataclass(frozen=True)
-class SlowLinkConfig:
-    """Several groups of processes that train one model and synchronise over a slow network."""
-
-    groups: list[str] = field(default_factory=list)
-    """Address host:port of every group as the others reach it; several machines of a group: host:port,host:port. Empty:
-    one group, no slow link."""
-    group: NaturalInt | None = None
-    """Number of this group, its place in `groups`. null: from `z2a train --group N` or Z2A_GROUP."""
-    bind: str | None = None
-    """Address host:port on which this machine listens, if it is another one than the others reach (a container with a
-    forwarded port). null: its address in `groups`, no other one."""
-    streams: PositiveInt = 4
-    """TCP connections between two processes; a long link is not filled by one."""
-    wait_seconds: PositiveFloat = 60.0
-    """How long the other groups wait in a round for one that is late or lost; less than
-    resilience.limits.groups."""
-    scheme: Literal["local_sgd", "diloco", "streaming", "sparse"] = "streaming"
-    """How groups synchronise. local_sgd: mean of their weights; diloco: Nesterov momentum on the mean change;
-    streaming: the same, some blocks at a time, while training goes on; sparse: the largest changes only."""
-    every: PositiveInt = 30
-    """Steps between two synchronisations of the same weights (H)."""
-    compress: Literal["float32", "bf16", "int8", "int4"] = "bf16"
-    """How changes are sent; int8 and int4 add what was lost to what is sent next. sparse has a format of its own."""
-    outer_lr: PositiveFloat = 0.6
-    """Outer learning rate of diloco and streaming; local_sgd and sparse take 1."""
-    momentum: Annotated[float, Range(minimum=0.0, below=1.0)] = 0.9
-    """Outer momentum of diloco and streaming."""
-    fragment_layers: PositiveInt = 3
-    """streaming: blocks that are sent at once."""
-    tau: Annotated[int, Range(minimum=0)] = 1
-    """streaming: steps between sending and using the answer."""
-    alpha: Annotated[float, Range(minimum=0.0, below=1.0)] = 0.5
-    """streaming: share of the group's own weights in the mixture with the answer."""
-    top_k_share: Annotated[float, Range(above=0.0, maximum=0.5)] = 0.02
-    """sparse: share of the changes that is sent."""
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the scheme uses outer momentum."""
-        return self.scheme in ("diloco", "streaming")
-
-    def fragments(self, layers: int) -> int:
-        """Parts in which a model of `layers` blocks is sent."""
-        return -(-layers // self.fragment_layers) + 1 if self.scheme == "streaming" else 1
-
-    def problems(self, place: str) -> list[Problem]:
-        """Fields that are valid alone but do not fit together."""
-        found = []
-        whole = [address for entry in self.groups for address in entry.split(",")]
-        for index, entry in enumerate(self.groups):
-            if not all(_is_address(address) for address in entry.split(",")):
-                expected = "host:port as the other groups reach it, such as 10.0.0.2:29600"
-                found.append(Problem(f"{place}.groups[{index}]", entry, expected))
-        if len(set(whole)) < len(whole):
-            found.append(Problem(f"{place}.groups", self.groups, "every address once"))
-        if len(self.groups) == 1:
-            found.append(Problem(f"{place}.groups", self.groups, "at least two groups, or none"))
-        if len({entry.count(",") for entry in self.groups}) > 1:
-            found.append(Problem(f"{place}.groups", self.groups, "the same number of machines in every group"))
-        if self.group is not None and self.groups and self.group >= len(self.groups):
-            found.append(Problem(f"{place}.group", self.group, f"a number from 0 to {len(self.groups) - 1}"))
-        if self.bind is not None and not _is_address(self.bind):
-            found.append(Problem(f"{place}.bind", self.bind, "host:port of this machine, such as 10.0.0.5:29600"))
-        if self.has_momentum and self.momentum == 0:
-            expected = (
-                f"above 0 (0.9 is usual), because {place}.scheme is {self.scheme}; without momentum use local_sgd"
-            )
-            found.append(Problem(f"{place}.momentum", self.momentum, expected))
-        return found
-
-
-def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    return bool(host) and not set(host) & set(" /@") and port.isascii() and port.isdigit() and 0 < int(port) < 65536
 
 
 @dataclass(frozen=True)
@@ -142,11 +65,8 @@ class ParallelConfig:
     """Megabytes of gradients sent at once, while the backward pass computes the next ones."""
     overlap: bool = True
     """Send gradients during the backward pass; false: after it."""
-    compress: Literal["none", "bf16", "powersgd"] = "none"
-    """How gradients are summed in every step. none: in float32; bf16: rounded to bfloat16, half the bytes; powersgd:
-    matrices as two thin factors, with what they lack added to the next step's gradient."""
-    powersgd_rank: PositiveInt = 4
-    """Columns of the factors of powersgd: more are closer to the gradient and take more bytes."""
+    compress: Literal["none", "bf16"] = "none"
+    """How gradients are summed in every step. none: in float32; bf16: rounded to bfloat16, half the bytes."""
     offload: Literal["none", "optimizer"] = "none"
     """optimizer: keep and update optimizer states and master weights in host memory."""
     expandable_segments: bool = True
@@ -163,12 +83,6 @@ class ParallelConfig:
     cpu_threads: PositiveInt | None = None
     """CPU threads of each process for computation. null takes OMP_NUM_THREADS, or the cores divided by the processes on
     this machine, and the same number again on resume, because the last bits of sums depend on it."""
-    slow_link: SlowLinkConfig = field(default_factory=SlowLinkConfig)
-    """Groups that train one model over a slow network."""
-
-    def batch_place(self, rank: int, ranks: int) -> tuple[int, int]:
-        """The number of a batch rank among those of all groups, and how many these are."""
-        return (self.slow_link.group or 0) * ranks + rank, self.groups * ranks
 
     @property
     def free_ports(self) -> Sequence[int]:
@@ -176,14 +90,9 @@ class ParallelConfig:
         first, _, last = self.ports.partition("-")
         return range(int(first), int(last) + 1) if self.ports else (0,)
 
-    @property
-    def groups(self) -> int:
-        """Groups joined by a slow link; 1: there is none."""
-        return max(1, len(self.slow_link.groups))
-
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""
-        found = self.slow_link.problems(f"{place}.slow_link")
+        found = []
         ends = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.ports, re.ASCII)
         if self.ports and not (ends and 0 < int(ends[1]) <= int(ends[2]) < 1 << 16):
             found.append(Problem(f"{place}.ports", self.ports, "FIRST-LAST, such as 30000-30100, or empty"))

@@ -10,9 +10,8 @@ order in which a backward pass completes them. Only the last pass of a step send
     ZeRO-2   the same in every pass: the bucket's buffer exists only while its gradients are computed and sent, and the
              sums of the own ranges are added up over the passes
 
-Which processes these are depends on how the parameters of the bucket are spread (`Mesh.sums`). `parallel.compress`:
-with bf16 a copy of the bucket in bfloat16 is summed, with powersgd two thin factors of its matrices
-(`zero2all.parallel.compress`), which every process gets whole, also with ZeRO-1.
+Which processes these are depends on how the parameters of the bucket are spread (`Mesh.sums`). With
+`parallel.compress: bf16` a copy of the bucket in bfloat16 is summed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.parallel.buckets import Bucket, FlatPlan
-from zero2all.parallel.compress import LowRankSum, PowerSgd
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh, wait_for
 
@@ -44,7 +42,6 @@ class _Sending:
     values: Tensor  # the bucket's buffer
     own: Tensor  # where the sum of the own range belongs
     sent: Tensor  # where it arrives: the same, or that range of a copy in bfloat16
-    low_rank: LowRankSum | None = None
     done: torch.cuda.Event | None = None  # on a GPU: the end of all that is queued for it
 
 
@@ -66,17 +63,16 @@ class GradientReducer:
         parallel: ParallelConfig,
         gradients: Tensor,
         own_ranges: Sequence[slice],
-        powersgd: PowerSgd | None = None,
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
-        `own_ranges`. `powersgd` compresses the gradients. One process sends nothing."""
+        `own_ranges`. One process sends nothing."""
         self._plan, self._mesh, self._gradients, self._own_ranges = plan, mesh, gradients, own_ranges
         zero = parallel.zero if mesh.shard.size > 1 else 0
         self._borrows, self._overlaps = zero == 2, parallel.overlap
         self._tied = set() if "head.weight" in plan.places else {"embedding.weight"}
         """Tensors that several operators use, so that no single signal completes them."""
-        self._in_bfloat16, self._powersgd = parallel.compress == "bf16", powersgd
-        self._scatters, self._device = zero > 0 and powersgd is None, gradients.device
+        self._in_bfloat16 = parallel.compress == "bf16"
+        self._scatters, self._device = zero > 0, gradients.device
         self._order = plan.backward_order
         self._bucket_of = {name: at for at, bucket in enumerate(plan.buckets) for name in bucket.holders}
         self._waiting = [_Waiting() for _ in plan.buckets]
@@ -155,9 +151,6 @@ class GradientReducer:
         works: list[dist.Work] = []
         sent = values.to(torch.bfloat16) if self._in_bfloat16 else values
         sending = _Sending(bucket, works, values, values[own], sent[own])
-        if self._powersgd is not None:
-            sending.low_rank = self._powersgd.begin(at, values)
-            sent = sending.low_rank.sent
         if self._scatters and axes.scatter.size > 1:
             works += reduce_scatter(sent, [border - first for border in bucket.borders], axes.scatter)
         elif not self._scatters and axes.all.size > 1:
@@ -181,8 +174,6 @@ class GradientReducer:
 
     def _finish(self, sending: _Sending) -> None:
         wait_for(sending.works)
-        if self._powersgd is not None and sending.low_rank is not None:
-            self._powersgd.finish(sending.low_rank)
         if self._scatters:
             self._mesh.sums(sending.bucket.spread).rest.sum(sending.sent)
         if self._in_bfloat16:

@@ -275,7 +275,7 @@ def _judge_doors(store: dist.Store, doors: Mapping[int, Any]) -> dict[str, Any]:
         f"The machines of this run meet, but cannot connect to each other for data: {ways}. gloo and NCCL need "
         f"addresses that lead from machine to machine, on any port: choose the network with --interface, open the "
         f"firewall between the machines, or give the containers the network of their host. Where only single ports are "
-        f"forwarded, train one group per machine, with parallel.slow_link."
+        f"forwarded, train one group per machine, with diloco."
     )
     return _problem(kind(text))
 

@@ -28,6 +28,14 @@ class SpreadConfig(Protocol):
         """The axes."""
 
     @property
+    def diloco(self) -> Any:
+        """`groups`, `scheme`, `every`, `tau`, `fragments`."""
+
+    @property
+    def groups(self) -> int:
+        """How many groups train together."""
+
+    @property
     def data(self) -> Any:
         """`seq_len`, `document_mask`."""
 

@@ -169,7 +169,7 @@ def enumerate_layouts(
     options |= {name: [value] for name, value in held.items()}
     for mesh in _meshes(gpus, options, held):
         sizes = sizes_of(mesh)
-        own = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, sizes.replicate * sizes.shard))[2]
+        own = rank_rows(config.samples_per_step, *config.batch_place(0, sizes.replicate * sizes.shard))[2]
         samples = [min(own, int(held["samples"]))] if "samples" in held else sizes_of_passes(own)
         for recompute in options["recompute"]:
             row = {**mesh, "recompute": recompute}
@@ -329,7 +329,7 @@ class Search:
         return predict_step(
             *(model, settings, self.machine, config.parallel.schedule, config.parallel.chunks),
             cuda_graph=captured and not model.moe.experts,
-            tokens=config.train.tokens_per_step // config.parallel.groups,
+            tokens=config.train.tokens_per_step // config.groups,
             costs=self._pass_costs(row)[1],
         )
 

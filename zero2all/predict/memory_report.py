@@ -82,7 +82,7 @@ def memory_report(source: str, overrides: list[str], card: Card | None, ranks: i
         return max(((estimate_memory(config.model, each), each) for each in found), key=lambda pair: pair[0].total)
 
     asked = config.train.micro_batch_samples
-    rows = rank_rows(config.samples_per_step, *config.parallel.batch_place(0, sizes.replicate * sizes.shard))[2]
+    rows = rank_rows(config.samples_per_step, *config.batch_place(0, sizes.replicate * sizes.shard))[2]
     if asked == "auto":
         candidates = pass_sizes(rows)
         fitting = [number for number in candidates if _fits(*of_stages(number), card)]

@@ -131,7 +131,7 @@ def predict(
         captured = is_worth_it(placed, device_of(machine.name), settings.tokens, ops)
     captured = captured and (sizes.processes == 1 or batch.accumulation > 1)
     parallel = config.parallel
-    tokens = placed.train.tokens_per_step // parallel.groups
+    tokens = placed.train.tokens_per_step // config.groups
     step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured, tokens)
     return Prediction(
         batch=batch,
@@ -140,14 +140,14 @@ def predict(
         step=step,
         memory=max((estimate_memory(config.model, each) for each in (settings, *others)), key=lambda one: one.total),
         components=components_of(step, config, settings, machine),
-        budget_tokens=config.train.steps * config.train.tokens_per_step // parallel.groups,
+        budget_tokens=config.train.steps * config.train.tokens_per_step // config.groups,
     )
 
 
 def shaped(config: RunConfig, batch: BatchShape | None, sizes: MeshSizes) -> tuple[RunConfig, BatchShape]:
     """The config with this batch in each process of the batch axes: one step is `batch` in all of them. None: they
     share the tokens of the config's step."""
-    replicas = sizes.replicate * sizes.shard * config.parallel.groups
+    replicas = sizes.replicate * sizes.shard * config.groups
     tokens = config.train.tokens_per_step if batch is None else batch.tokens * replicas
     batch = batch or own_batch(config, replicas)
     train = dataclasses.replace(config.train, tokens_per_step=tokens, micro_batch_samples=batch.samples)

@@ -28,7 +28,7 @@ class ResilienceConfig:
     """Restarts in a row without progress before the supervisor gives up; a run that makes progress has them again."""
     limits: dict[str, PositiveFloat] = field(default_factory=dict)
     """Seconds after which a silent process counts as hung, by phase: start, first_step, data, step, save, validate,
-    end, groups (waiting for other groups of a slow link). A phase that is absent gets 5 times the longest seen in this
+    end, groups (waiting for other groups of DiLoCo). A phase that is absent gets 5 times the longest seen in this
     run, at least 60, and 1800 until it is known. start and groups always get 1800; first_step gets 1800,
     after a restart 5 times the longest before, at least 300."""
     preempt_file: str | None = None
@@ -52,7 +52,7 @@ class ResilienceConfig:
 
     memory_every_steps: NaturalInt | Literal["auto"] = "auto"
     """Save the state to memory after this many steps, for a restart that loses few of them; 0: never. auto: a 25th of
-    checkpoint.every_steps, at least 10, on a GPU 50; never with parallel.slow_link."""
+    checkpoint.every_steps, at least 10, on a GPU 50; never with diloco."""
     memory_folder: str | None = None
     """The RAM file system for these; none: /dev/shm. Where it is missing or too small, only the disk is used."""
     peers: Literal[0, 1] = 0

@@ -44,7 +44,7 @@ from zero2all.resilience.warm import Warm, WarmRank
 FINAL_CODES = (*NEVER_AGAIN, PreemptedError.exit_code, 128 + signal.SIGINT)
 """Ends after which there is no further attempt."""
 ABSENT = "AbsentGroupsError"
-"""Other groups of a slow link did not come, which a person must mend."""
+"""Other groups (DiLoCo) did not come, which a person must mend."""
 CURED = "ReplicasDifferError"
 """A bit has flipped: the checkpoint is whole, and from there all ranks have the same bits again."""
 GRACE_SECONDS = 60.0

@@ -104,7 +104,7 @@ def choose_micro_batch(
 
 def rows_of_rank(config: RunConfig, mesh: Mesh) -> int:
     """Rows that every process gets of a global batch; the last ones may fill up with rows that weigh nothing."""
-    return rank_rows(config.samples_per_step, *config.parallel.batch_place(0, mesh.batch.size))[2]
+    return rank_rows(config.samples_per_step, *config.batch_place(0, mesh.batch.size))[2]
 
 
 def least_samples(config: RunConfig, world: World) -> int:
@@ -237,7 +237,6 @@ def memory_settings(
         stage=stage_of(config, mesh, -(-rows // samples)),
         overlap=config.parallel.overlap,
         compress=config.parallel.compress if mesh.loss.size * mesh.tensor.size > 1 else "none",  # else nothing is sent
-        powersgd_rank=config.parallel.powersgd_rank,
         offload=config.parallel.offload,
         bucket_bytes=config.parallel.bucket_mb * 1e6,
         workspace_bytes=workspace_here() if workspace_bytes is None else workspace_bytes,

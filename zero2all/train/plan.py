@@ -23,11 +23,11 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.progress import counted
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
+from zero2all.diloco.compress import payload_bytes
 from zero2all.estimate.cards import HOPPER, Card
 from zero2all.estimate.communication import AxisTraffic, Transfer, by_axis, bytes_sent, communication_per_step
 from zero2all.estimate.fit import process_bytes
 from zero2all.estimate.memory import GIB, MemoryEstimate, binary_size, estimate_memory
-from zero2all.estimate.slow_link import bytes_per_step
 from zero2all.model.config import parameter_counts
 from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import arithmetic, check_spread, idle_settings
@@ -40,7 +40,6 @@ from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
 from zero2all.train.build import op_context
 from zero2all.train.micro_batch import least_samples, stage_settings
-from zero2all.train.outer.compress import BITS, format_of, kept_values
 from zero2all.train.saved_config import with_vocabulary
 from zero2all.train.state import DTYPES
 
@@ -373,16 +372,15 @@ def _link_notes(plan: Plan) -> list[str]:
 
 
 def _group_notes(plan: Plan) -> list[str]:
-    """What a group sends to the others over a slow link."""
-    link, groups = plan.config.parallel.slow_link, plan.config.parallel.groups
-    if groups == 1:
+    """What a group sends to the others."""
+    diloco = plan.config.diloco
+    if not diloco.groups:
         return []
-    shapes = [one.shape for one in layout_table(plan.config.model)]
-    bits, kept = BITS[link.compress], kept_values(link.top_k_share)
-    sent = bytes_per_step(link.scheme, shapes, groups, link.every, bits, kept)
+    own = sum(payload_bytes(math.prod(one.shape), diloco.compress) for one in layout_table(plan.config.model))
+    sent = (diloco.count - 1) * own
     return [
-        f"slow link: {groups} groups, {link.scheme}, every {link.every} steps, {format_of(link)}: a group sends "
-        f"{human_bytes(link.every * sent)} in a round, {human_bytes(sent)} per step"
+        f"DiLoCo: {diloco.count} groups, {diloco.scheme}, every {diloco.every} steps, {diloco.compress}: a group sends "
+        f"{human_bytes(sent)} in a round, {human_bytes(sent / diloco.every)} per step"
     ]
 
 

@@ -26,7 +26,17 @@ from zero2all.train.guards.watch import INCIDENTS_FOLDER
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.state import TrainState
 
-SECTIONS_FREE_ON_RESUME = ("ops", "parallel", "tokenizer", "checkpoint", "resilience", "track", "eval", "guards")
+SECTIONS_FREE_ON_RESUME = (
+    "ops",
+    "parallel",
+    "diloco",
+    "tokenizer",
+    "checkpoint",
+    "resilience",
+    "track",
+    "eval",
+    "guards",
+)
 """Changing these never changes which samples are seen or which learning rate is used."""
 FIELDS_FREE_ON_RESUME = (
     *(f"data.{name}" for name in FREE_ON_RESUME),
@@ -122,8 +132,8 @@ def _check_record(checkpoint: Checkpoint) -> None:
 
 def resume(state: TrainState, checkpoint: Checkpoint, config: RunConfig, here: Mapping[str, Any]) -> list[str]:
     """Load `checkpoint` and say what differs from the attempt that saved it; `here`: the environment of this one."""
-    notes = load_checkpoint(state, checkpoint)
-    notes.append(f"resumed {config.train.name} at step {state.step} from {checkpoint.name}")
+    load_checkpoint(state, checkpoint)
+    notes = [f"resumed {config.train.name} at step {state.step} from {checkpoint.name}"]
     if NOT_GOOD in checkpoint.manifest:
         notes.append(f"{checkpoint.name} is not marked as good ({checkpoint.manifest[NOT_GOOD]})")
     if checkpoint.step:
@@ -133,24 +143,14 @@ def resume(state: TrainState, checkpoint: Checkpoint, config: RunConfig, here: M
     return notes
 
 
-def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> list[str]:
-    """Load `checkpoint` into the state; notes for the user. Imported weights have no moments: those of the state
-    stay."""
+def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
+    """Load `checkpoint` into the state. Imported weights have no moments: those of the state stay."""
     has_moments = any(name.startswith("optimizer/") for name in checkpoint.index)
-    powersgd, notes = state.weights.powersgd, []
-    errors = {} if powersgd is None else powersgd.tensors()
-    shapes = {name: checkpoint.index[name].shape for name in errors if name in checkpoint.index}
-    has_errors = shapes == {name: part.shape for name, part in errors.items()}
-    if powersgd is not None and not has_errors:
-        powersgd.reset()
-        notes.append("PowerSGD begins without errors: the checkpoint has none for these ranks and this rank of factors")
     if state.outer is not None:
         state.outer.settle()  # its thread writes to the outer weights
     with state.tensors() if has_moments else state.model_tensors() as tensors:
         # The outer state may be new to the run, or have other parts than before.
         stored = {name: part for name, part in tensors.items() if name in checkpoint.index or name[:5] != "outer"}
-        for name in () if has_errors else errors:
-            stored.pop(name, None)
         checkpoint.load_into(stored)
     state.resume_from(checkpoint.record)
     if state.outer is not None:
@@ -159,7 +159,6 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> list[str]:
             state.outer.reset()
         else:
             state.outer.loaded(record)
-    return notes
 
 
 def check_resume(

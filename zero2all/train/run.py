@@ -41,7 +41,7 @@ from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behin
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.context import RunContext
 from zero2all.train.guards.documents import Decode
-from zero2all.train.hooks.diloco import open_link, with_group
+from zero2all.train.hooks.diloco import open_ranks, with_group
 from zero2all.train.hooks.reports import RunLog
 from zero2all.train.hooks.shard_check import noting_damage, set_damage_aside
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
@@ -92,7 +92,7 @@ def train(
             speak(note)
         if state.outer is not None:
             try:
-                state.outer.link = open_link(context, state, state.outer, stop)
+                state.outer.connect(open_ranks(context, state, state.outer, stop))
             except PeerFailureError as error:
                 if state.step < state.last_step:
                     raise
@@ -273,7 +273,7 @@ def require_shared(world: World, lock: RunLock) -> None:
                 f"The machines do not share the folder of the run, {lock.path.parent}. Nothing was started. Rank 0 on "
                 f"{found[0][1]} has written a file there, and it is not seen by {', '.join(blind[:MOST_NAMED])}{more}. "
                 f"Every process writes its part of a checkpoint there. Put the workspace, or its folder runs, on a "
-                f"disk that all machines share, such as NFS, or train one group per machine with parallel.slow_link, "
+                f"disk that all machines share, such as NFS, or train one group per machine with diloco, "
                 f"which needs no shared disk."
             )
         )

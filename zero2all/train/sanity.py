@@ -22,12 +22,12 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig
 from zero2all.config.training import ScheduleConfig
+from zero2all.diloco.config import DilocoConfig
 from zero2all.estimate.communication import bytes_sent, communication_per_step
 from zero2all.estimate.fit import RECOMPUTATION
 from zero2all.estimate.memory import ALLOWANCE, MemorySettings, binary_size, estimate_memory
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.packed.loader import Batch
-from zero2all.parallel.config import SlowLinkConfig
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.guards.documents import Decode
 
@@ -382,8 +382,8 @@ def dry_run_config(config: RunConfig, updates: int = UPDATES, samples: int = 8) 
             context=1,
             tensor=1,
             expert=1,
-            slow_link=SlowLinkConfig(),
         ),
+        diloco=DilocoConfig(),
         model=dataclasses.replace(config.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0),
         train=dataclasses.replace(
             config.train,

@@ -12,6 +12,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig
+from zero2all.diloco.outer_optimizer import OuterOptimizer
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.remote import packed_root
 from zero2all.parallel.check import check_spread, idle_settings
@@ -23,7 +24,6 @@ from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.run_lock import behind
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.context import RunContext
-from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.resume import check_resume, newest_on_this_branch, resume
 from zero2all.train.run_data import check_anneal, open_data
 from zero2all.train.saved_config import CONFIG_FILE, with_vocabulary
@@ -64,9 +64,9 @@ def prepare(
     state.data, state.anneal = data, anneal
     state.last_step = steps_with_anneal(config.train.steps, anneal)
     notes += model_notes
-    if config.parallel.slow_link.groups:
+    if config.diloco.groups:
         state.outer = OuterOptimizer(
-            config.parallel.slow_link, state.model_tensors, state.weights, config.model.layers, state.last_step
+            config.diloco, state.model_tensors, state.weights, config.model.layers, state.last_step
         )
         notes += state.outer.notes()
     if checkpoint is not None:

@@ -2,7 +2,7 @@
 
 There is no random state to save: dropout is seeded from (seed, step, rank), and the data order is a pure function of
 the position. What a checkpoint must hold is therefore the master weights, the optimizer's moments, the loss scale of
-float16, the factors and errors of PowerSGD, a few counters, and the state of the guards.
+float16, a few counters, and the state of the guards.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import AnnealConfig, OptimConfig
+from zero2all.diloco.outer_optimizer import OuterOptimizer
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.packed.mixture import TrainingData
@@ -29,7 +30,6 @@ from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW, HostAdamW
-from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.weights import FlatWeights, MasterLayout, ShardedWeights, Weights
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,7 +81,7 @@ class TrainState:
     pipeline: Pipeline | None = None
     """Runs the passes where other processes have the other blocks of the model."""
     outer: OuterOptimizer | None = None
-    """Synchronises with other groups over a slow link."""
+    """Exchanges weights with other groups."""
     step: int = 0
     tokens: int = 0
     data: TrainingData = field(init=False, repr=False)
@@ -100,9 +100,7 @@ class TrainState:
         `resume_from` after the context then."""
         with self.model_tensors() as masters:
             found = {**masters, **self.optimizer_tensors()}
-            for each in (self.outer, self.weights.powersgd):
-                found |= {} if each is None else each.tensors()
-            yield found
+            yield found if self.outer is None else {**found, **self.outer.tensors()}
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, Part]]:

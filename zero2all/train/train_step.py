@@ -59,12 +59,10 @@ def train_step(
     """Advance `state` by one step on `batch`."""
     timer = StepTimer(world.device)
     # Dropout depends on (seed, step, rank) alone, so a resumed run needs no stored random state.
-    rank = (config.parallel.slow_link.group or 0) * world.size + world.rank
+    rank, _ = config.batch_place(world.rank, world.size)
     torch.manual_seed(_step_key(config.train.seed, state.step, rank))
     for _, router in routers(state.model):
         router.load.zero_()
-    if state.weights.powersgd is not None:
-        state.weights.powersgd.is_rerun = plan.is_rerun
     row_nats, row_counts = forward_backward(state, batch, config, world, timer)
     stats = _own_stats(state, batch, channels, world, plan)
     if world.mesh.reports:
@@ -248,8 +246,6 @@ def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_gr
         scale = scale / state.loss_scale.scale
         state.loss_scale.after(overflowed, refused)
     update(state, plan, scale, refused)
-    if state.weights.powersgd is not None:
-        state.weights.powersgd.forget_errors(refused)
     for _, router in routers(state.model):
         router.balance(stats.expert_loads[router.number], refused)
 

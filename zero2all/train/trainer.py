@@ -9,7 +9,7 @@ On a GPU the host is one step ahead of what it knows: while the device computes 
 and logged. Only a pause (validation, a save, the end) waits for the device.
 
 Between two steps processes exchange something only where it is due: update ratios, a comparison of replicas, a
-validation, a save, a round of a slow link. All of them judge the same stats; what only one knows (a signal, a damaged
+validation, a save, a round of DiLoCo. All of them judge the same stats; what only one knows (a signal, a damaged
 shard, a request in the run's folder) is a flag in the stats of the next step, and only then do they talk about it.
 """
 
@@ -220,7 +220,7 @@ class Trainer:
         data, state, batch = self.config.data, self.state, self.world.mesh.batch
         self._set_rope_tables()
         options = LoaderOptions(
-            *self.config.parallel.batch_place(batch.rank, batch.size),
+            *self.config.batch_place(batch.rank, batch.size),
             documents=data.document_mask,
             prefetch_steps=data.prefetch_steps,
             readers=data.readers,

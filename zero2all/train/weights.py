@@ -31,7 +31,6 @@ from zero2all.ops.gradient_sink import GradientSink, take_from_autograd
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
-from zero2all.parallel.compress import PowerSgd
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
 from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
@@ -101,13 +100,9 @@ class FlatWeights:
         self._is_last = True
         self._allocate(device, wide)
         self.pipeline = self._make_pipeline() if self.offloads else None
-        self.powersgd: PowerSgd | None = None
-        if parallel.compress == "powersgd" and self.mesh.loss.size > 1:
-            rank = parallel.powersgd_rank
-            self.powersgd = PowerSgd(self.table, self.plan, self.mesh.loss, rank, self.gradients)
         self.reducer: GradientReducer | None = None
         if self.mesh.loss.size * self.mesh.tensor.size > 1:
-            self.reducer = GradientReducer(self.plan, self.mesh, parallel, self.gradients, self.own_at, self.powersgd)
+            self.reducer = GradientReducer(self.plan, self.mesh, parallel, self.gradients, self.own_at)
         self._returning: list[int] = []
         """Buckets whose new weights come from the host, in the order of the forward pass."""
         self._arriving: dict[int, list[dist.Work]] = {}
@@ -433,7 +428,7 @@ class ShardedWeights:
         """The processes that hold the same masters."""
         return self.mesh.copies
 
-    communicates, powersgd = True, None
+    communicates = True
 
     def begin_pass(self, is_last: bool) -> None:
         """FSDP sums the gradients in the backward pass of the last micro-batch."""

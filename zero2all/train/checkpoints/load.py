@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def model_group(self) -> str:
-        """The group of names with the weights to use: of groups over a slow link, what they have in common."""
+        """The group of names with the weights to use: of groups of DiLoCo, what they have in common."""
         return "outer" if any(name.startswith("outer/") for name in self.index) else "model"
 
     def load_into(self, parts: Mapping[str, Part], strict: bool = True) -> None:

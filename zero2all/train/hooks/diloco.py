@@ -1,21 +1,23 @@
-"""Groups over a slow link (DiLoCo): a run exchanges weights with the other groups every `parallel.slow_link.every`
-steps. What is exchanged: `zero2all.train.outer`; the link: `zero2all.parallel.group_link`."""
+"""DiLoCo: a run exchanges weights with the other groups every `diloco.every` steps (`zero2all.diloco`)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import torch
 
+from zero2all.common.peers import open_peers
 from zero2all.common.secret import run_secret
 from zero2all.common.signals import StopRequest
 from zero2all.config import RunConfig, config_values, flat_values
-from zero2all.parallel.group_link import GroupLink, link_facts, own_group
+from zero2all.diloco.link import GroupLink, Membership, link_facts, own_group
+from zero2all.diloco.outer_optimizer import OuterOptimizer, RoundReport, round_values
+from zero2all.diloco.ranks import Layout, Ranks, expected_of
 from zero2all.resilience.heartbeat import beat
 from zero2all.train.context import RunContext
 from zero2all.train.hooks import Hook
 from zero2all.train.hooks.reports import RunLog
-from zero2all.train.outer.optimizer import OuterOptimizer, RoundReport, round_values
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep
 
@@ -29,7 +31,7 @@ class Diloco(Hook):
 
     def __init__(self, context: RunContext, state: TrainState, log: RunLog, outer: OuterOptimizer) -> None:
         self._context, self._state, self._log, self._outer = context, state, log, outer
-        self._last_groups = tuple(range(context.config.parallel.groups))
+        self._last_groups = tuple(range(context.config.diloco.count))
         """Those in the last round."""
 
     def after_step(self, _pending: PendingStep) -> None:
@@ -41,18 +43,18 @@ class Diloco(Hook):
         outer, world = self._outer, self._context.world
         outer.start(self._state.step, self._state.tokens)
         reports = outer.finish(self._state.step)
-        if reports and outer.link is not None:
+        if reports:
             square = torch.tensor(sum(report.squared_norm for report in reports), dtype=torch.float64)
             square = world.mesh.world.sum(square.to(world.device))
-            self._log.values(round_values(reports, square, outer, outer.link))
+            self._log.values(round_values(reports, square, outer))
             for report in (each for each in reports if each.steps):
                 self._say_who_came(report)
 
     def _say_who_came(self, report: RoundReport) -> None:
-        before, now, own = set(self._last_groups), set(report.groups), self._context.config.parallel.slow_link.group
+        before, now, own = set(self._last_groups), set(report.groups), self._context.config.diloco.group
         if self._last_groups != report.groups:
             facts = {"round": report.round, "groups": report.groups, "before": self._last_groups}
-            self._log.event("slow_link", facts)
+            self._log.event("diloco", facts)
         for group in before - now - {own}:
             self._log.say(f"group {group} did not come to round {report.round}: training goes on without it")
         for group in now - before - {own}:
@@ -75,7 +77,7 @@ class Diloco(Hook):
         left_at = state.step
         state.step, state.tokens = self._outer.adopt()
         self._log.steps.end_pause()
-        self._log.event("slow_link", {"adopted": True, "from_step": left_at, "to_step": state.step})
+        self._log.event("diloco", {"adopted": True, "from_step": left_at, "to_step": state.step})
         self._log.say(
             f"the other groups went on without this one: it takes over their weights and continues at step {state.step}"
         )
@@ -85,7 +87,7 @@ class Diloco(Hook):
         """Say how many of the run's tokens are not in the weights, because a group was lost or late; then stay until
         the others need nothing more."""
         config, state = self._context.config, self._state
-        every, groups = config.parallel.slow_link.every, config.parallel.groups
+        every, groups = config.diloco.every, config.diloco.count
         for group, steps in sorted(self._outer.missed.items()):
             if steps / every >= LEAST_MISSED_ROUNDS:
                 tokens = steps * config.train.tokens_per_step / groups
@@ -100,27 +102,32 @@ class Diloco(Hook):
 
 def with_group(config: RunConfig) -> RunConfig:
     """The config with the number of this group, where there are several."""
-    slow_link = config.parallel.slow_link
-    if not slow_link.groups:
+    if not config.diloco.groups:
         return config
-    slow_link = replace(slow_link, group=own_group(slow_link))
-    return replace(config, parallel=replace(config.parallel, slow_link=slow_link))
+    return replace(config, diloco=replace(config.diloco, group=own_group(config.diloco)))
 
 
-def open_link(context: RunContext, state: TrainState, outer: OuterOptimizer, stop: StopRequest) -> GroupLink:
+def open_ranks(context: RunContext, state: TrainState, outer: OuterOptimizer, stop: StopRequest) -> Ranks:
     """Meet the other groups; UsageError where one does not come, or has another config or other data."""
     config, world, checkpoint = context.config, context.world, context.checkpoint
-    facts = {**link_facts(flat_values(config_values(config))), "data": state.data.fingerprint}
+    peers = open_peers(world.control, config.parallel.timeout_seconds)
+    layouts = [Layout(**values) for values in peers.gather(asdict(outer.layout))]
+    facts = {**link_facts(flat_values(config_values(config))), "data": state.data.fingerprint, "processes": world.size}
     record = {} if checkpoint is None else checkpoint.record.get("outer") or {}
-    return GroupLink(
-        config.parallel.slow_link,
-        config.train.name,
-        world.rank,
-        world.size,
-        facts,
-        config.parallel.join_seconds,
-        run_secret(context.run),
-        outer.expected(),
-        history=str(record.get("history", "")),
-        is_stopped=lambda: stop.requested,
-    )
+    links: list[GroupLink] = []
+
+    def join() -> None:
+        membership = Membership(
+            config=config.diloco,
+            run=config.train.name,
+            facts=json.loads(json.dumps(facts, default=str)),
+            secret=run_secret(context.run),
+            expected=expected_of(layouts),
+            join_seconds=config.parallel.join_seconds,
+            history=str(record.get("history", "")),
+            is_stopped=lambda: stop.requested,
+        )
+        links.append(GroupLink(membership))
+
+    peers.run_on_rank0(join)
+    return Ranks(peers, layouts, links[0] if links else None)

@@ -159,7 +159,7 @@ class StepReports:
             values |= balance_values(result.expert_loads, config.model.moe.dense_layers)
         seq_len = self._seq_len(result)
         needed = flops_per_token(config.model, seq_len)
-        processes = context.world.size * config.parallel.groups
+        processes = context.world.size * config.groups
         speed, device = speed / processes, context.environment["device"]
         # Of each process, causal convention; also where the peak, and so MFU, is unknown.
         values["tflops"] = needed["causal"] * speed / 1e12

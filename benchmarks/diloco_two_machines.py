@@ -1,6 +1,6 @@
-"""Training over an office network: data parallel against streaming, in the reference project's case.
+"""DiLoCo over an office network: data parallel against streaming, in the reference project's case.
 
-    sudo python benchmarks/office_link.py --work WORKSPACE      needs root, ip and tc, and packed data (z2a quickstart)
+    sudo python benchmarks/diloco_two_machines.py --work WORKSPACE      needs root, ip, tc and packed data (quickstart)
 
 Two network namespaces on this machine are two machines with one process each. Data parallel is timed on the fast cable
 first; its step is the compute. Then a token bucket slows the cable until what data parallel sends (4 bytes a parameter)
@@ -86,7 +86,7 @@ def main() -> int:
             f"streaming is {faster:.2f} times as fast as data parallel, and {100 * share:.1f} % of its unlimited speed"
         )
         found |= {"times_faster": faster, "share_of_unlimited": share, "is_good": is_good}
-    save_result("office_link", found)
+    save_result("diloco_two_machines", found)
     return 0 if is_good else 1
 
 
@@ -134,7 +134,7 @@ def _pace(
                 "tau": 1,
                 "compress": "int4",
             }
-            more = [word for key, value in fields.items() for word in (f"--parallel.slow_link.{key}", str(value))]
+            more = [word for key, value in fields.items() for word in (f"--diloco.{key}", str(value))]
         command = machines.command(rank, *words, "--work", str(work), *more)
         started.append(subprocess.Popen(command, env=env))
     wait_for_all(started, name)

@@ -5,30 +5,32 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from zero2all.parallel import group_link, group_mind
-from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_link import GroupLink
-from zero2all.parallel.group_mind import Mind
-from zero2all.parallel.group_wire import Expected
+from zero2all.diloco import coordinator
+from zero2all.diloco.config import DilocoConfig
+from zero2all.diloco.coordinator import Coordinator
+from zero2all.diloco.messages import History, Key, Member, Payload, Request
+from zero2all.diloco.transport import PAYLOAD, STATE, Item
 
 WAIT_SECONDS = 1.0
 STALL_SECONDS = 90.0
 WORLD = None
-EXPECTED = Expected([10], 32, lambda _, data: "it is bad" if data.startswith(b"bad") else "")
+NEW = (0, b"", History())
+"""Number, state and history of a group that has no checkpoint."""
 
 
 class Channel:
-    """As `group_wire.Channel`: messages in order, payloads in any order and again after a lost connection."""
+    """As `transport.Channel`: messages in order, payloads in any order and again after a lost connection."""
 
-    def __init__(self, _name, on_message, on_change, on_payload=None, _expected=None, **_):
+    def __init__(self, _name, on_message, on_change, on_payload=None):
         self.on_message, self.on_payload, self.on_change = on_message, on_payload, on_change
         self.life = self.peer = None
         self.connection = self.busy_until = 0
-        self.heard_at, self.sent_bytes = 0.0, 0
+        self.last_chunk_at = 0.0
         self.unacknowledged = {}
 
     @property
@@ -50,12 +52,12 @@ class Channel:
         WORLD.at(moment, lambda: peer.connection == connection and (deliver(peer), peer.life.wake()))
 
     def take(self, item, payload):
-        self.heard_at = WORLD.now
-        self.on_payload(item, payload, "")
+        self.last_chunk_at = WORLD.now
+        self.on_payload(item, payload)
         self._bring(WORLD.now + WORLD.delay(), lambda peer: peer.unacknowledged.pop(item, None))
 
-    def forget(self, before_round):
-        self.unacknowledged = {item: each for item, each in self.unacknowledged.items() if item.key[0] >= before_round}
+    def forget(self, before):
+        self.unacknowledged = {item: each for item, each in self.unacknowledged.items() if item.key.number >= before}
 
     def attach(self, peer, connection):
         self.drop(self.connection)
@@ -71,43 +73,64 @@ class Channel:
 
 
 class Life:
-    """One process of a group of one rank, from its start until it is killed."""
+    """One process of a group, from its start until it is killed."""
 
     def __init__(self, group, saved):
         self.number, self.state, history = saved
         self.group, self.is_alive, self.rows, self.saved, self.has_look = group, True, [], saved, False
-        config = SlowLinkConfig(WORLD.addresses, group, wait_seconds=WAIT_SECONDS)
-        self.link = GroupLink(config, "test", 0, 1, {}, 1.0, b"", EXPECTED, history)
-        self.mind = self.link._mind
-        self.mind.life = self
-        for channel in (*self.link.data.values(), *self.mind.control.values()):
+        config = DilocoConfig(WORLD.addresses, group, wait_seconds=WAIT_SECONDS)
+        self.coordinator = Coordinator(config, {}, history)
+        self.control, groups = self.coordinator.control, range(len(WORLD.addresses))
+        others = [other for other in groups if other != group]
+        self.data = {other: Channel("", None, lambda _: None, self.take) for other in others}
+        self.coordinator.last_chunk_at = lambda other: self.data[other].last_chunk_at
+        self.coordinator.life = self
+        for channel in (*self.data.values(), *self.control.values()):
             channel.life = self
-        self.training, self.ready = self.train(), lambda: self.link._started
+        self.training, self.ready = self.train(), lambda: self.coordinator.is_running
         self.tick()
+
+    def take(self, item, payload):
+        if item.kind == STATE:
+            self.coordinator.state_came(item.key.number, payload, "")
+        else:
+            is_usable = not payload.startswith(b"bad")
+            self.coordinator.payload_came(Payload(item.key, item.member), payload, is_usable)
 
     def train(self):
         """As the loop of training does it: yields seconds to wait, or what to wait for."""
-        link = self.link
-        yield lambda: link._started
-        link._begin()
+        own, state = self.coordinator, None
+        yield lambda: own.is_running
+        state = own.first_state
         while True:
-            if link.behind() is not None:
-                self.number, self.state = link.adopt()
+            if state is not None:
+                self.number, self.state = int.from_bytes(state[:4], "big"), state[4:]
                 self.rows = []
             yield WORLD.chance.choice([0.02, 0.02, 0.02, 0.3]) if WORLD.chance.random() > 0.01 else 4.0
-            key = (self.number, 0)
+            key = Key(self.number, 0)
             word = "bad" if WORLD.chance.random() < 0.03 else f"  {self.group}"
-            link.offer(*key, f"{word} {self.number:6}".encode())
-            yield lambda: key in link.outcomes  # noqa: B023
-            found = link.collect(*key)
-            if link.behind() is None:
+            item = Item(PAYLOAD, key, Member(self.group, own.era))
+            payload = f"{word} {self.number:6}".encode()
+            for channel in self.data.values():
+                channel.forget(key.number - 2)
+                if key > own.history.last:
+                    channel.send(item, payload)
+            self.take(item, payload)
+            own.training_came_to(key)
+            yield lambda: key in own.outcomes  # noqa: B023
+            outcome, found = own.collect(key)
+            state = outcome.state
+            if state is None:
                 assert not any(each.startswith(b"bad") for each in found.values()), "a payload that cannot be used"
                 self.state = hashlib.sha256(self.state + b"".join(found[each] for each in sorted(found))).digest()
                 self.number += 1
-                link.serve_state(self.number, lambda: self.state)
-                self.rows.append((key[0], sorted(found), self.state))
+                for request, group in own.requests.items():
+                    mine = self.number.to_bytes(4, "big") + self.state
+                    self.data[group].send(Item(STATE, Key(request, 0), Member(self.group, 0)), mine)
+                own.requests.clear()
+                self.rows.append((key.number, sorted(found), self.state))
                 if WORLD.chance.random() < 0.2:
-                    self.saved = (self.number, self.state, link.history)  # a checkpoint
+                    self.saved = (self.number, self.state, outcome.history)  # a checkpoint
 
     def wake(self):
         if self.is_alive and not self.has_look:
@@ -117,8 +140,9 @@ class Life:
     def look(self):
         self.has_look = False
         if self.is_alive:
-            self.mind._look()
-            self.mind._send_status()
+            if not self.coordinator.is_running and not self.coordinator.missing():
+                self.coordinator.begin()
+            self.coordinator.act()
             if self.ready is not None and self.ready():
                 self.go_on()
 
@@ -165,7 +189,7 @@ class World:
             event()
         self.now = moment
 
-    def start(self, group, saved=(0, b"", "")):
+    def start(self, group, saved=NEW):
         self.lives[group] = life = Life(group, saved)
         for other in self.lives.values():
             if other is not life:
@@ -173,8 +197,8 @@ class World:
 
     def pairs(self, one, other):
         return [
-            (one.link.data[other.group], other.link.data[one.group]),
-            (one.mind.control[other.group], other.mind.control[one.group]),
+            (one.data[other.group], other.data[one.group]),
+            (one.control[other.group], other.control[one.group]),
         ]
 
     def meet(self, one, other, longest):
@@ -207,38 +231,28 @@ class World:
             self.cut(one, other)
             self.at(self.now + self.slowness, lambda: self.meet(one, other, 0.3))
 
-    def check(self, mind, record):
-        """What the head of `group_mind` says, when a group decides: a living member decides what any other one has
-        decided; and so do groups that are connected, whatever they are."""
-        seat = [mind.life.group, mind.era]
-        earlier = self.decided.setdefault(record["before"], [])
-        for first, members, life, era in earlier:
+    def check(self, coordinator, record):
+        """What the head of `coordinator` says, when a group decides: nobody that is there has decided otherwise."""
+        earlier = self.decided.setdefault(record.before, [])
+        for first, life, era in earlier:
             if first != record:
-                assert not (seat in members and seat in mind.members), (first, record)
-                is_there = life.is_alive and life.mind.era == era and mind.control[life.group].is_up
-                assert not is_there, (first, record)
-                self.forks += 1
-        earlier.append((record, mind.members, mind.life, mind.era))
-
-    forks = 0
+                is_there = life.is_alive and life.coordinator.era == era
+                assert not (is_there and coordinator.control[life.group].is_up), (first, record)
+        earlier.append((record, coordinator.life, coordinator.era))
 
 
 @pytest.fixture
 def worlds(monkeypatch):
     """Makes worlds in which the link runs."""
-    decide = Mind._decide
+    decide = Coordinator._decide
 
-    def checked(mind, record):
-        WORLD.check(mind, record)
-        decide(mind, record)
+    def checked(one, record):
+        WORLD.check(one, record)
+        decide(one, record)
 
-    monkeypatch.setattr(Mind, "_decide", checked)
-    monkeypatch.setattr(GroupLink, "_join", lambda *_: None)
-    for module in (group_link, group_mind):
-        monkeypatch.setattr(module, "Channel", Channel)
-    for name in ("Door", "Inbox", "keep_connected", "inner_folder", "listen_for_groups"):
-        monkeypatch.setattr(group_link, name, lambda *_: None)
-    monkeypatch.setattr(group_mind, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
+    monkeypatch.setattr(Coordinator, "_decide", checked)
+    monkeypatch.setattr(coordinator, "Channel", Channel)
+    monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
 
     def make(seed, groups):
         global WORLD
@@ -268,7 +282,7 @@ def kill_in_turn(world):
         group = world.chance.randrange(len(world.addresses))
         life = world.kill(group)
         world.pass_seconds(world.chance.choice([0.0, 0.5, 2.0]))
-        world.start(group, life.saved if world.chance.random() < 0.5 else (0, b"", ""))
+        world.start(group, life.saved if world.chance.random() < 0.5 else NEW)
 
 
 def kill_at_any_time(world):
@@ -297,3 +311,21 @@ def test_no_order_of_kills_and_delays_makes_a_fork_or_a_stall(worlds, groups, pl
             world.run_until(lambda: are_in_step(world, 5))  # noqa: B023
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_a_state_is_given_as_it_is_after_the_round_in_which_it_was_asked_for():
+    own = Coordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
+    own.is_running = True
+    member, keys = Member(0, own.era), [Key(1, 0), Key(3, 0)]
+    for key in keys:  # both are decided before training collects the first
+        if key == keys[1]:
+            own.statuses[1] = replace(own.status(), era=7, request=Request(5, member))
+        own.payload_came(Payload(key, member), b"", True)
+        own.training_came_to(key)
+        own.act()
+    asked = []
+    for key in keys:
+        own.collect(key)
+        asked.append(dict(own.requests))
+    assert asked == [{}, {5: 1}]
+    assert [(offer.id, offer.history) for offer in own.status().offers] == [(5, own.history)]

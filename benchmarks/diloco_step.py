@@ -1,7 +1,7 @@
-"""What `parallel.slow_link` costs between two synchronisations: two groups of two NCCL ranks on one GPU.
+"""What DiLoCo costs between two synchronisations: two groups of two NCCL ranks on one GPU.
 
-    python benchmarks/slow_link_groups.py --work quickstart                     z2all-1b: minutes on an H200
-    python benchmarks/slow_link_groups.py --work W --config quickstart --device cpu         a trial without a GPU
+    python benchmarks/diloco_step.py --work quickstart                     z2all-1b: minutes on an H200
+    python benchmarks/diloco_step.py --work W --config quickstart --device cpu         a trial without a GPU
 
 WORK is a workspace with packed data. The same four processes train twice in turn: as two runs that know nothing of each
 other, and as two groups with streaming. Ranks of one card claim different hosts, so NCCL joins them by sockets.
@@ -25,12 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.diloco_two_machines import workspace_beside
 from benchmarks.machine import save_result
-from benchmarks.office_link import workspace_beside
 from zero2all.config import load_config
-from zero2all.parallel.config import SlowLinkConfig
+from zero2all.diloco.config import DilocoConfig
+from zero2all.diloco.fragments import Clock
 from zero2all.track.reader import read_run
-from zero2all.train.outer.fragments import Clock
 
 GROUPS, RANKS = 2, 2
 EVERY, TAU, SKIPPED_STEPS = 30, 1, 4
@@ -58,7 +58,7 @@ def main() -> int:
                 print(kind, json.dumps(results[-1]), flush=True)
     cost = report(found, load_config(asked.config, []).model.layers)
     if asked.device == "cuda":
-        save_result("slow_link_groups", {"config": asked.config, "steps": asked.steps, "cost": cost, **found})
+        save_result("diloco_step", {"config": asked.config, "steps": asked.steps, "cost": cost, **found})
     return 0 if cost <= MOST_COST else 1
 
 
@@ -67,7 +67,7 @@ def report(found: dict[str, list[dict[str, Any]]], layers: int) -> float:
     alone = statistics.median(one for run in found["alone"] for one in run["steps"])
     print(f"alone: {alone:.4f} s a step")
     seconds: dict[str, list[float]] = {"inner": [], "a fragment is exchanged": [], "a fragment comes in": []}
-    fragments = SlowLinkConfig(groups=["a:1", "b:1"], scheme="streaming", every=EVERY, tau=TAU).fragments(layers)
+    fragments = DilocoConfig(groups=["a:1", "b:1"], scheme="streaming", every=EVERY, tau=TAU).fragments(layers)
     clock = Clock(EVERY, fragments, TAU)
     for run in found["streaming"]:
         for step, value in enumerate(run["steps"], SKIPPED_STEPS + 1):
@@ -95,7 +95,7 @@ def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace
     for group, place in enumerate(places):
         fields: dict[str, Any] = {"groups": links, "group": group, "scheme": "streaming", "compress": "int4"}
         fields |= {"every": EVERY, "tau": TAU}
-        more = [word for key, value in fields.items() for word in (f"--parallel.slow_link.{key}", str(value))]
+        more = [word for key, value in fields.items() for word in (f"--diloco.{key}", str(value))]
         for rank in range(RANKS):
             env = {
                 **os.environ,
@@ -114,7 +114,7 @@ def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace
     points = run.series["time/step"]
     steps = [float(value) for step, value in zip(points.step, points.value, strict=True) if step > SKIPPED_STEPS]
     peak = {"peak_gb": float(max(run.series["memory/peak"].value)) / 1e9} if "memory/peak" in run.series else {}
-    stalls = run.series["slow_link/stall_seconds"].value if "slow_link/stall_seconds" in run.series else ()
+    stalls = run.series["diloco/stall_seconds"].value if "diloco/stall_seconds" in run.series else ()
     return {
         "step_seconds": statistics.median(steps),
         "mean_step_seconds": statistics.mean(steps),

@@ -1,13 +1,16 @@
-"""A link between groups of one process, with the behaviour of the real one (`zero2all.parallel.group_link`), also for a
-group that is lost and comes back."""
+"""A link between groups of one process, with the behaviour of the real one (`zero2all.diloco.link`), also for a group
+that is lost and comes back."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import cast
 
-from zero2all.parallel.group_link import GroupLink
+from zero2all.common.peers import Peers
+from zero2all.diloco.link import GroupLink
+from zero2all.diloco.messages import Key
+from zero2all.diloco.outer_optimizer import OuterOptimizer
+from zero2all.diloco.ranks import Ranks
 
 
 class Hub:
@@ -16,11 +19,15 @@ class Hub:
     def __init__(self, groups: int) -> None:
         self.changed = threading.Condition()
         self.live = set(range(groups))
-        self.offers: dict[tuple[int, int], dict[int, bytes]] = {}
-        self.sets: dict[tuple[int, int], list[int]] = {}
-        self.states: dict[int, tuple[int, bytes]] = {}
+        self.offers: dict[Key, dict[int, bytes]] = {}
+        self.sets: dict[Key, list[int]] = {}
+        self.states: dict[int, bytes] = {}
         self.behind: set[int] = set()
-        self.links = [cast(GroupLink, MemoryLink(self, group, groups)) for group in range(groups)]
+        self.links = [MemoryLink(self, group, groups) for group in range(groups)]
+
+    def connect(self, group: int, outer: OuterOptimizer) -> None:
+        """Give the outer optimizer of a group its link."""
+        outer.connect(Ranks(Peers(), [outer.layout], cast(GroupLink, self.links[group])))
 
     def lose(self, group: int) -> None:
         """The group no longer takes part."""
@@ -35,40 +42,39 @@ class Hub:
 
 
 class MemoryLink:
-    """The link of one group of a `Hub`."""
+    """The link of one group of a `Hub`; its methods are those of `GroupLink`."""
 
     def __init__(self, hub: Hub, group: int, groups: int) -> None:
         self._hub, self.group, self.groups = hub, group, groups
         self.sent_bytes = self.received_bytes = 0
         self.history = ""
 
-    def offer(self, number: int, fragment: int, payload: bytes | memoryview, /) -> None:
-        """See `GroupLink`."""
+    def offer(self, key: Key, payload: bytes) -> None:
+        """Hand over this group's payload."""
         with self._hub.changed:
-            self._hub.offers.setdefault((number, fragment), {})[self.group] = bytes(payload)
+            self._hub.offers.setdefault(key, {})[self.group] = payload
             self.sent_bytes += len(payload) * (self.groups - 1)
             self._hub.changed.notify_all()
 
-    def collect(self, number: int, fragment: int, /) -> dict[int, bytes]:
-        """See `GroupLink`."""
-        hub, key = self._hub, (number, fragment)
+    def collect(self, key: Key) -> dict[int, bytes]:
+        """Those of all groups that are there."""
+        hub = self._hub
         with hub.changed:
             hub.changed.wait_for(lambda: key in hub.sets or hub.live <= set(hub.offers[key]))
             members = hub.sets.setdefault(key, sorted(hub.live))
             found = {group: hub.offers[key][group] for group in members}
-            for old in [each for each in hub.offers if each[0] < number - 1]:
+            for old in [each for each in hub.offers if each.number < key.number - 1]:
                 del hub.offers[old]
         self.received_bytes += sum(len(payload) for group, payload in found.items() if group != self.group)
         return found
 
-    def behind(self) -> int | None:
-        """See `GroupLink`."""
-        if self.group not in self._hub.behind:
-            return None
-        return max((number for number, _ in self._hub.states.values()), default=None)
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is a state to adopt."""
+        return self.group in self._hub.behind and bool(self._hub.states)
 
-    def adopt(self) -> tuple[int, bytes]:
-        """See `GroupLink`."""
+    def adopt(self) -> bytes:
+        """The state of a group that is in step."""
         with self._hub.changed:
             found = self._hub.states[min(self._hub.live)]
             self._hub.states.clear()
@@ -76,15 +82,19 @@ class MemoryLink:
             self._hub.live.add(self.group)
         return found
 
-    def serve_state(self, number: int, state: Callable[[], bytes], /) -> None:
-        """See `GroupLink`."""
-        if self._hub.behind:
-            self._hub.states[self.group] = (number, state())
+    @property
+    def is_asked(self) -> bool:
+        """Whether another group waits for a state."""
+        return bool(self._hub.behind)
 
-    def serve_last(self, _label: int, _state: Callable[[], bytes], /) -> bool:
+    def serve(self, state: bytes) -> None:
+        """Give it."""
+        self._hub.states[self.group] = state
+
+    def stays(self) -> bool:
         """All groups end together."""
         return False
 
     def close(self) -> None:
-        """See `GroupLink`."""
+        """Leave."""
         self._hub.lose(self.group)

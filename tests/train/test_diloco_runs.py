@@ -27,7 +27,7 @@ def free_ports() -> list[str]:
 def group_config(groups: list[str], group: int, steps: int = 14, **fields: float):
     link = {"groups": groups, "group": group, "every": 6, "fragment_layers": 1, "tau": 2, "compress": "int4", **fields}
     train = {"steps": steps, "precision": "float32"}
-    return small_config(parallel={"device": "cpu", "cpu_threads": 1, "slow_link": link}, train={"name": "run", **train})
+    return small_config(parallel={"device": "cpu", "cpu_threads": 1}, diloco=link, train={"name": "run", **train})
 
 
 def copy_work(source: Path, target: Path) -> None:
@@ -91,7 +91,7 @@ def test_groups_stopped_with_a_fragment_in_flight_go_on_to_the_same_bits(
     assert torch.equal(weight, kept["outer/norm.weight"])
     assert not torch.equal(weight, kept["model/norm.weight"])
     run = read_run(starters["whole"][0].root / "runs" / "run")
-    assert {"slow_link/round", "slow_link/sent_bytes", "slow_link/outer_grad_norm"} <= set(run.series)
+    assert {"diloco/round", "diloco/sent_bytes", "diloco/outer_grad_norm"} <= set(run.series)
 
 
 SLOW_STEPS = "import time; from tests.train import ranks; from zero2all.train import trainer; "
@@ -150,8 +150,8 @@ def test_a_group_killed_in_a_round_comes_back_and_all_resume_to_the_same_bits(
     shared = [name for name in ended["once"][0] if name.startswith(("outer/", "outer_momentum/"))]
     assert shared
     assert all(torch.equal(ended["once"][0][name], ended["once"][1][name]) for name in shared)
-    rounds = read_run(places[0] / "work" / "runs" / "run").series["slow_link/round"]
-    taking = read_run(places[0] / "work" / "runs" / "run").series["slow_link/groups"]
+    rounds = read_run(places[0] / "work" / "runs" / "run").series["diloco/round"]
+    taking = read_run(places[0] / "work" / "runs" / "run").series["diloco/groups"]
     assert list(rounds.step) == sorted(set(rounds.step))  # no round is counted twice
     assert {1, 2} == set(taking.value)
     assert taking.value[-1] == 2

@@ -1,10 +1,8 @@
-"""Loss at equal tokens: data parallel against groups that synchronise every H steps, on real text.
+"""DiLoCo's loss at equal tokens: data parallel against groups that exchange weights every H steps, on real text.
 
-    python benchmarks/low_communication.py --text FOLDER --jobs 10         H200: 10 M parameters, 26 runs, 11 minutes
-    python benchmarks/low_communication.py --tiny --text FOLDER            a CPU: shows only that everything runs
-    python benchmarks/low_communication.py --small --text FOLDER           a CPU: the quickstart's size, local SGD
-    python benchmarks/low_communication.py --quickstart --work quickstart  a CPU: the quickstart's model and data, also
-                                                                           compressed in every step, two processes
+    python benchmarks/diloco_loss.py --text FOLDER --jobs 10         H200: 10 M parameters, 26 runs, 11 minutes
+    python benchmarks/diloco_loss.py --tiny --text FOLDER            a CPU: shows only that everything runs
+    python benchmarks/diloco_loss.py --small --text FOLDER           a CPU: the quickstart's size, local SGD too
 
 The text: every .py, .pyi, .md, .rst and .txt file below FOLDER, each content once, in an order given by its hash, so
 that the last 2 % can be held out. At most 280 MB are taken (86.7 M tokens to train on); 100 MB of it will do. An
@@ -14,7 +12,7 @@ installed Python with many packages has them:
 
 It is cut into tokens by a byte-level BPE vocabulary of 4,096 that is trained on it (kept in --out; --tokens FILE takes
 a .npy of 16-bit token ids instead). Groups are model replicas in one process, joined by `MemoryLink`: the trainer's
-own step and the outer optimizer of `zero2all.train.outer`. The seed decides initial weights and the order of the data,
+own step and the outer optimizer of `zero2all.diloco`. The seed decides initial weights and the order of the data,
 so the variants of one seed are a pair. Learning rates, inner and outer, are chosen on another seed, for each variant by
 itself: with momentum mu an outer rate r multiplies what a group learns by up to r / (1 - mu). Every run is a process of
 its own, some at once; its result is kept in --out, so that a program that was stopped goes on where it was. On a GPU
@@ -28,11 +26,9 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,28 +38,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.diloco_memory_link import Hub
 from benchmarks.machine import save_result
-from benchmarks.memory_link import Hub
 from zero2all.common.cores import usable_cores
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.schedule import learning_rate
-from zero2all.estimate.communication import bytes_sent, communication_per_step
+from zero2all.diloco.config import DilocoConfig
+from zero2all.diloco.outer_optimizer import OuterOptimizer
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
-from zero2all.packed.shard_format import open_split, packed_sources
-from zero2all.parallel.config import MeshSizes, ParallelConfig, SlowLinkConfig
-from zero2all.parallel.mesh import make_mesh
 from zero2all.parallel.parameter_table import draw
 from zero2all.parallel.world import World
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.micro_batch import memory_settings
-from zero2all.train.outer.optimizer import OuterOptimizer
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep
 from zero2all.train.train_step import StepPlan, train_step
@@ -73,14 +64,9 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DiLoCo, 2 groups": (2, {"scheme": "diloco", "compress": "bf16"}),
     "streaming int4, 2 groups": (2, {"scheme": "streaming", "compress": "int4"}),
     "DiLoCo, 1 group": (1, {"scheme": "diloco", "compress": "float32"}),
-    "local SGD, 2 groups": (2, {"scheme": "local_sgd", "compress": "bf16"}),
-    "sparse 2 %, 2 groups": (2, {"scheme": "sparse"}),
-    "bf16 every step, 2 processes": (2, {"compress": "bf16"}),
-    "PowerSGD 4, 2 processes": (2, {"compress": "powersgd"}),
+    "local SGD, 2 groups": (2, {"scheme": "diloco", "compress": "bf16", "outer_lr": 1.0, "momentum": 0.0}),
 }
-"""Groups, and fields of parallel.slow_link; none: data parallel. Without a scheme: processes, and parallel.compress."""
-WITH_GROUPS = tuple(name for name, (_, fields) in VARIANTS.items() if not fields or "processes" not in name)
-EVERY_STEP = ("data parallel", "local SGD, 2 groups", "bf16 every step, 2 processes", "PowerSGD 4, 2 processes")
+"""Groups, and fields of the section diloco; none: data parallel."""
 MAIN = ("data parallel", "DiLoCo, 2 groups", "streaming int4, 2 groups", "DiLoCo, 1 group")
 LIMITS = {"DiLoCo, 2 groups": 1.5, "streaming int4, 2 groups": 2.0}
 """Percent of loss above data parallel that must not be exceeded, in the main size: others are too short to judge."""
@@ -97,7 +83,7 @@ class Rates(NamedTuple):
 
     @property
     def outer(self) -> dict[str, float]:
-        """Fields of parallel.slow_link."""
+        """Fields of the section diloco."""
         return {name: value for name, value in self._asdict().items() if name != "lr" and value is not None}
 
     def __str__(self) -> str:
@@ -115,7 +101,7 @@ TRIALS: dict[str, tuple[Rates, ...]] = {
     "DiLoCo, 1 group": (Rates(1.4e-3, 0.67, 0.5), Rates(2e-3, 0.67, 0.5)),
 }
 """What is tried on the seed for tuning, by the main size; the others take the rates of their size and the config."""
-SAVED = Path(__file__).parent / "results/low_communication.json"
+SAVED = Path(__file__).parent / "results/diloco_loss.json"
 SUFFIXES = (".py", ".pyi", ".md", ".rst", ".txt")
 VOCABULARY, MOST_TEXT_BYTES, TOKENIZER_BYTES = 4096, 280_000_000, 20_000_000
 
@@ -134,25 +120,12 @@ class Size:
     every: int
     lr: float
     variants: tuple[str, ...] = MAIN
-    kv_heads: int | None = None
-    vocabulary: int = 4096
 
 
 SIZES = {
     "main": Size(448, 4, 7, 896, rows=64, seq_len=256, steps=6000, every=30, lr=2e-3),
-    "small": Size(128, 4, 4, 384, rows=8, seq_len=128, steps=900, every=30, lr=2e-3, variants=WITH_GROUPS),
-    "quickstart": Size(
-        *(192, 2, 6, 512),
-        rows=16,
-        seq_len=128,
-        steps=525,
-        every=30,
-        lr=4e-3,
-        variants=EVERY_STEP,
-        kv_heads=2,
-        vocabulary=3072,
-    ),
-    "tiny": Size(64, 4, 2, 128, rows=4, seq_len=32, steps=40, every=10, lr=2e-3, variants=WITH_GROUPS),
+    "small": Size(128, 4, 4, 384, rows=8, seq_len=128, steps=900, every=30, lr=2e-3, variants=tuple(VARIANTS)),
+    "tiny": Size(64, 4, 2, 128, rows=4, seq_len=32, steps=40, every=10, lr=2e-3, variants=tuple(VARIANTS)),
 }
 
 
@@ -161,15 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a folder with text files")
     parser.add_argument("--tokens", type=Path, help="a .npy of token ids instead")
-    parser.add_argument("--out", type=Path, default=Path("low_communication"), help="results of single runs")
+    parser.add_argument("--out", type=Path, default=Path("diloco_loss"), help="results of single runs")
     parser.add_argument("--jobs", type=int, default=4, help="runs at once")
     parser.add_argument("--steps", type=int, help="instead of those of the size")
     parser.add_argument("--tiny", action="store_const", dest="size", const="tiny", default="main")
     parser.add_argument("--small", action="store_const", dest="size", const="small")
-    parser.add_argument("--quickstart", action="store_const", dest="size", const="quickstart")
-    parser.add_argument("--work", type=Path, help="a workspace whose packed tokens are taken")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many")
-    parser.add_argument("--save", action="store_true", help="also benchmarks/results/low_communication.json")
+    parser.add_argument("--save", action="store_true", help="also benchmarks/results/diloco_loss.json")
     parser.add_argument("--draw", type=Path, help="draw the curves of the saved result into this file, run nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -184,9 +155,9 @@ def main() -> None:
         one_run(size, np.load(tokens), json.loads(arguments.one), arguments.jobs)
         return
     if not tokens.exists():
-        if arguments.text is None and arguments.work is None:
-            parser.error("give a folder with --text, token ids with --tokens, or a workspace with --work")
-        np.save(tokens, packed_tokens(arguments.work) if arguments.work else make_tokens(arguments.text))
+        if arguments.text is None:
+            parser.error("give a folder with --text, or token ids with --tokens")
+        np.save(tokens, make_tokens(arguments.text))
     needed, available = size.rows * size.seq_len * size.steps, int(0.98 * len(np.load(tokens, mmap_mode="r")))
     print(f"{available / 1e6:.1f} M tokens to train on; a run reads {needed / 1e6:.1f} M", flush=True)
     chosen, trials = tune(arguments, size)
@@ -238,13 +209,6 @@ def make_tokens(folder: Path) -> np.ndarray:
     return np.concatenate(ids)
 
 
-def packed_tokens(workspace: Path) -> np.ndarray:
-    """The tokens of all sources of a workspace, pieces of them in turn, so that the end is like the beginning."""
-    splits = [open_split(workspace / "packed", name, "train") for name in packed_sources(workspace / "packed")]
-    pieces = [split.read(int(split.tokens * at / 50), int(split.tokens / 50)) for at in range(50) for split in splits]
-    return np.concatenate(pieces).astype(np.uint16)
-
-
 # ---- many runs ----
 
 
@@ -271,13 +235,7 @@ def run_all(arguments: argparse.Namespace, size: Size, jobs: list[Job]) -> dict[
             command += ["--jobs", str(arguments.jobs)]
             command += ["--steps", str(size.steps)] + ([f"--{arguments.size}"] if arguments.size != "main" else [])
             command += ["--tokens", str(arguments.tokens)] if arguments.tokens else []
-            groups, fields = VARIANTS[job[0]]
-            ranks = groups if fields and "scheme" not in fields else 1
-            place = {"WORLD_SIZE": str(ranks), "Z2A_STORE": tempfile.mktemp(prefix="z2a-store-")}
-            others = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(at)}) for at in range(1, ranks)]
-            subprocess.run(command, check=True, env={**os.environ, **place, "RANK": "0"})
-            if any(other.wait() for other in others):
-                raise SystemExit(f"a process of {job[0]} failed")
+            subprocess.run(command, check=True)
             print(f"  {path.stem}: {time.perf_counter() - started:.0f} s", flush=True)
         return dict(json.loads(path.read_text()))
 
@@ -340,7 +298,7 @@ def report(
     values["variants"] = rows
     (arguments.out / "summary.json").write_text(json.dumps(values, indent=1))
     if arguments.save:
-        save_result("low_communication" + ("_quickstart" if arguments.size == "quickstart" else ""), values)
+        save_result("diloco_loss", values)
     draw_curves(rows, arguments.out / "curves.png")
 
 
@@ -382,25 +340,16 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any], jobs: int) -> No
     rates = Rates(*asked["rates"])
     size, fields = dataclasses.replace(size, lr=rates.lr), {**fields, **rates.outer}
     world = World(device=device)
-    if fields and "scheme" not in fields:  # processes that sum their gradients
-        rank = int(os.environ["RANK"])
-        store = dist.FileStore(os.environ["Z2A_STORE"], groups)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=groups)
-        world = World(rank, groups, device, make_mesh(MeshSizes(replicate=groups)), dist.group.WORLD)
-        parallel = ParallelConfig(device="cpu", **fields)
-        config = make_config(size, device, asked["seed"], groups, 0, {})
-        configs, fields = [dataclasses.replace(config, parallel=parallel)], {}
-    else:
-        configs = [make_config(size, device, asked["seed"], groups, group, fields) for group in range(groups)]
+    configs = [make_config(size, device, asked["seed"], groups, group, fields) for group in range(groups)]
     states = [make_state(config, world) for config in configs]
     hub = Hub(groups)
     outers = [
-        OuterOptimizer(
-            config.parallel.slow_link, state.model_tensors, state.weights, size.layers, size.steps, hub.links[group]
-        )
-        for group, (config, state) in enumerate(zip(configs, states, strict=True))
+        OuterOptimizer(config.diloco, state.model_tensors, state.weights, size.layers, size.steps)
+        for config, state in zip(configs, states, strict=True)
         if fields
     ]
+    for group, outer in enumerate(outers):
+        hub.connect(group, outer)
     data, held_out = rows_of(ids, size, device)
     order = torch.from_numpy(np.random.default_rng(asked["seed"]).permutation(len(data))).to(device)
     curve, started = [], time.perf_counter()
@@ -420,23 +369,15 @@ def one_run(size: Size, ids: np.ndarray, asked: dict[str, Any], jobs: int) -> No
         "loss": curve[-1][1],
         "curve": curve,
         "seconds": time.perf_counter() - started,
-        "sent_bytes": hub.links[0].sent_bytes if outers else sent_in_steps(configs[0], states[0], world),
+        "sent_bytes": hub.links[0].sent_bytes,
         "parameters": sum(one.numel for one in states[0].weights.table),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
     }
     for outer in outers:
         outer.close()
-    if world.rank:
-        return
     path = Path(asked["path"])
     path.with_suffix(".partial").write_text(json.dumps(result))
     path.with_suffix(".partial").rename(path)
-
-
-def sent_in_steps(config: RunConfig, state: TrainState, world: World) -> float:
-    """Bytes that a process sends in rings in all steps, by the formula that a test compares with the count."""
-    settings = memory_settings(config, state.model.ops, world.mesh, state.micro_batch_samples)
-    return config.train.steps * bytes_sent(communication_per_step(config.model, settings))
 
 
 def make_config(
@@ -447,12 +388,12 @@ def make_config(
     values = {
         "data": {"seq_len": size.seq_len, "document_mask": False},
         "model": {
-            "vocab_size": size.vocabulary,
+            "vocab_size": VOCABULARY,
             "hidden_size": size.hidden,
             "intermediate_size": size.inner,
             "layers": size.layers,
             "heads": size.heads,
-            "kv_heads": size.kv_heads or size.heads,
+            "kv_heads": size.heads,
             "max_seq_len": size.seq_len,
             "tied_embeddings": True,
         },
@@ -469,10 +410,10 @@ def make_config(
         },
         "parallel": {"device": device.type},
     }
-    config = config_from_values(values, "benchmarks/low_communication.py")
+    config = config_from_values(values, "benchmarks/diloco_loss.py")
     addresses = [f"group-{at}:1" for at in range(groups)] if fields else []
-    slow_link = SlowLinkConfig(groups=addresses, group=group, every=size.every, **fields)  # also one group
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, slow_link=slow_link))
+    diloco = DilocoConfig(groups=addresses, group=group, every=size.every, **fields)  # also one group
+    return dataclasses.replace(config, diloco=diloco)
 
 
 def make_state(config: RunConfig, world: World) -> TrainState:
@@ -480,7 +421,7 @@ def make_state(config: RunConfig, world: World) -> TrainState:
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     ops = resolve(config.ops, op_context(config, world.device.type, dtype))
     state = empty_state(config, world, ops)
-    state.micro_batch_samples = rows = config.samples_per_step // config.parallel.groups // world.size
+    state.micro_batch_samples = rows = config.samples_per_step // config.groups // world.size
     with state.weights.masters_between_steps() as masters:
         draw(masters, state.model.config, config.train.seed)
     state.weights.publish_masters()
@@ -490,7 +431,7 @@ def make_state(config: RunConfig, world: World) -> TrainState:
 
 def one_step(config: RunConfig, state: TrainState, world: World, rows: Tensor) -> PendingStep:
     """One step of a group on its rows of the global batch (rows, T + 1)."""
-    first, own, _ = rank_rows(len(rows), *config.parallel.batch_place(world.rank, world.size))
+    first, own, _ = rank_rows(len(rows), *config.batch_place(world.rank, world.size))
     zeros = torch.zeros(own, dtype=torch.int64, device=world.device)
     batch = Batch(rows[first : first + own], zeros, zeros, 0, step_samples=len(rows), samples=own, first_row=first)
     lr = learning_rate(state.step, config.train.steps, config.optim.lr_max, config.schedule)

@@ -2,7 +2,7 @@
 
 A fragment is sent once in every H steps (a round). `streaming` cuts the model into fragments of a few blocks, taken at
 equal distances (block i of n fragments belongs to fragment i % n), and one more with embedding, head and last norm;
-they are sent one after the other over the H steps. The other schemes send the whole model at the last step of a round.
+they are sent one after the other over the H steps. `diloco` sends the whole model at the last step of a round.
 
     round k, fragment f of F:   after step  k H + (f + 1) H // F
 """
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zero2all.parallel.config import SlowLinkConfig
+from zero2all.diloco.config import DilocoConfig
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
@@ -55,7 +55,7 @@ class Clock:
         return found
 
 
-def make_clock(config: SlowLinkConfig, layers: int, last_step: int | None = None) -> Clock:
+def make_clock(config: DilocoConfig, layers: int, last_step: int | None = None) -> Clock:
     """The clock of a scheme, for a model of `layers` blocks."""
     streams = config.scheme == "streaming"
     return Clock(config.every, config.fragments(layers), config.tau if streams else 0, last_step)

@@ -5,9 +5,8 @@ common. After H steps a group sends how far it has come, outer - inner; every gr
 moves the outer weights by it (the outer gradient): all compute the same bits from the same payloads, added in the order
 of the groups. Then training goes on from the outer weights.
 
-    local_sgd, sparse       outer -= mean
-    diloco, streaming       momentum = mu momentum + mean;   outer -= lr (mean + mu momentum)
-    then                    inner = outer;   streaming, tau steps later:   inner = alpha inner + (1 - alpha) outer
+    momentum = mu momentum + mean;   outer -= lr (mean + mu momentum)
+    then          inner = outer;   streaming, tau steps later:   inner = alpha inner + (1 - alpha) outer
 
 Outer weights, momentum and error feedback are float32 in host memory, pinned beside a GPU. Each process has those of
 the parts that it holds for the inner optimizer; processes that hold the same part divide it among them, and gather it
@@ -18,42 +17,52 @@ the same kind of device.
 
 from __future__ import annotations
 
-import math
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
+from zero2all.diloco.compress import decode, encode, keeps_error, payload_bytes
+from zero2all.diloco.config import DilocoConfig
+from zero2all.diloco.fragments import Due, make_clock, names_by_fragment
+from zero2all.diloco.messages import Key
+from zero2all.diloco.ranks import Layout, Ranks
 from zero2all.ops.host_memory import REGION_BYTES, PinnedMemory
-from zero2all.parallel.config import SlowLinkConfig
-from zero2all.parallel.group_link import GroupLink
-from zero2all.parallel.group_wire import Expected
-from zero2all.parallel.mesh import Axis
+from zero2all.parallel.mesh import Axis, Spread
+from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import Part
 from zero2all.parallel.reduce import all_gather
 from zero2all.resilience.heartbeat import waiting_for_groups
-from zero2all.train.outer.compress import decode, encode, format_of, is_sound, keeps_error, payload_bytes
-from zero2all.train.outer.fragments import Due, make_clock, names_by_fragment
-from zero2all.train.weights import Weights
 
-ERROR_DECAY = 0.95
-"""sparse: how much of the error stays from one round to the next (SparseLoCo)."""
 PIECE_VALUES = 1 << 22
 """Compressed at once: a multiple of all blocks of `compress`, so that a payload has as many bytes as without pieces."""
 PREFIX = "model/"
 FEW_ROUNDS, SHORT_MOMENTUM = 200, 0.7
-"""With 100 rounds groups lost 2 % and more, least with this momentum (benchmarks/low_communication.py)."""
+"""With 100 rounds groups lost 2 % and more, least with this momentum (benchmarks/diloco_loss.py)."""
 
 ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
+
+
+class ModelWeights(Protocol):
+    """The weights of the model that is trained."""
+
+    @property
+    def table(self) -> Sequence[LogicalParameter]:
+        """Its parameters."""
+
+    def copies_axis(self, spread: Spread, /) -> Axis:
+        """The processes that hold the same part."""
+
+    def publish_masters(self) -> None:
+        """Its master weights have changed."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ class RoundReport:
     waited_seconds: float  # for the link, by the thread
     squared_norm: float  # of this process's share of the outer gradient
     steps: float  # since it was sent last, times its share of the fragments; 0: the others went on without this group
+    is_behind: bool  # this group must adopt the state of the others
 
 
 @dataclass
@@ -115,23 +125,23 @@ class OuterOptimizer:
 
     def __init__(
         self,
-        config: SlowLinkConfig,
+        config: DilocoConfig,
         model: ModelTensors,
-        weights: Weights,
+        weights: ModelWeights,
         layers: int,
         last_step: int | None = None,
-        link: GroupLink | None = None,
     ) -> None:
         """`layers`: blocks of the whole model. The outer weights are the model's, which may be loaded over later."""
-        self._config, self._model, self._weights, self.link = config, model, weights, link
-        self._form = format_of(config)
+        self._config, self._model, self._weights = config, model, weights
+        self.ranks: Ranks | None = None
+        self.is_behind = False
+        """Whether the others went on without this group, which must adopt their state. Equal on all ranks."""
         self.clock = make_clock(config, layers, last_step)
         self._flights: list[_Flight] = []
         self._sent_at: dict[int, int] = {}  # the step at which a fragment was sent last
         self.missed: dict[str, float] = {}  # by group: steps of which nothing came into the outer weights
         self.stalled_seconds = 0.0  # how long training waited in the last `finish`
         self._place = (0, 0)  # step and tokens of the last update
-        self._state_head = struct.Struct(f"<qq{len(config.groups)}d")  # step, tokens, missed
         self._thread = ThreadPoolExecutor(1, "z2a-outer")
         self._stream: torch.cuda.Stream | None = None  # of that thread
         spreads = {one.name: one.spread for one in weights.table}
@@ -144,6 +154,10 @@ class OuterOptimizer:
                 for name, part in _by_name(tensors).items()
             }
         self._names = names_by_fragment(self._held, self.clock.fragments)
+        pieces = [[piece.stop - piece.start for _, piece, _ in self._places(names)] for names in self._names]
+        state = [values.numel() for values in self._state_values()]
+        self.layout = Layout(config.compress, pieces, state, len(config.groups))
+        """Of what this process sends."""
         self.reset()
 
     def _hold(self, part: Part, axis: Axis) -> _Held:
@@ -156,26 +170,31 @@ class OuterOptimizer:
             return self._memory.buffer(4 * (stop - first), self._device).view(torch.float32)
 
         outer = Part.of_range(zeros(), part.shape, part.start + first, None, part.box)
-        momentum = zeros() if self._config.has_momentum else None
-        return _Held(axis, count, outer, momentum, zeros() if keeps_error(self._form) else None)
+        momentum = zeros() if self._config.momentum else None
+        return _Held(axis, count, outer, momentum, zeros() if keeps_error(self._config.compress) else None)
 
     def notes(self) -> list[str]:
         """What the user should know, in a line or two."""
         config, size = self._config, sum(part.values.nbytes for part in self.tensors().values()) / 1e9
         found = [
-            f"slow link: group {config.group} of {len(config.groups)}, {config.scheme}, every {config.every} steps in "
-            f"{counted(self.clock.fragments, 'fragment')}, {self._form}; {size:.2f} GB of outer state in host memory"
+            f"DiLoCo: group {config.group} of {len(config.groups)}, {config.scheme}, every {config.every} steps in "
+            f"{counted(self.clock.fragments, 'fragment')}, {config.compress}; {size:.2f} GB of outer state in host "
+            f"memory"
         ]
         rounds = None if self.clock.last_step is None else self.clock.last_step // config.every
-        if config.has_momentum and config.momentum > SHORT_MOMENTUM and rounds is not None and rounds < FEW_ROUNDS:
+        if config.momentum > SHORT_MOMENTUM and rounds is not None and rounds < FEW_ROUNDS:
             found.append(
-                f"slow link: this run has {counted(rounds, 'round')}. With fewer than {FEW_ROUNDS} groups may cost 2 % "
-                f"of loss and more, and outer momentum {config.momentum:g} is slow: try --parallel.slow_link.momentum "
-                f"{SHORT_MOMENTUM:g} (docs/slow-link.md)"
+                f"DiLoCo: this run has {counted(rounds, 'round')}. With fewer than {FEW_ROUNDS} groups may cost 2 % "
+                f"of loss and more, and outer momentum {config.momentum:g} is slow: try --diloco.momentum "
+                f"{SHORT_MOMENTUM:g} (docs/diloco.md)"
             )
         return found
 
     # ---- what the training loop calls ----
+
+    def connect(self, ranks: Ranks) -> None:
+        """Before the first step: the way to the other groups."""
+        self.ranks, self.is_behind = ranks, ranks.is_behind
 
     def start(self, step: int, tokens: int) -> None:
         """After a step: begin to synchronise the fragments that are due."""
@@ -193,12 +212,8 @@ class OuterOptimizer:
         for flight in due:
             self._write(self._names[flight.due.fragment], self._config.alpha if flight.due.mixes else 0.0)
             self._flights.remove(flight)
+        self.is_behind |= any(report.is_behind for report in reports)
         return reports
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the others went on without this group, which must adopt their state. Equal on all ranks."""
-        return self.link is not None and self.link.behind() is not None
 
     def end_at(self, last_step: int) -> None:
         """The run has another last step."""
@@ -232,12 +247,12 @@ class OuterOptimizer:
     def serve_last(self, step: int, tokens: int) -> bool:
         """After the last step: give the outer state to groups that are behind; True: call it again."""
         self._place = (step, tokens)
-        return self.link is not None and self.link.serve_last(step, self._state)
+        return self.ranks is not None and self.ranks.stays(self._state)
 
     def close(self) -> None:
         """End the link and the thread."""
-        if self.link is not None:
-            self.link.close()
+        if self.ranks is not None:
+            self.ranks.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- checkpoints, and groups that come back ----
@@ -248,7 +263,7 @@ class OuterOptimizer:
 
     def record(self) -> dict[str, Any]:
         """For the checkpoint: the history of the link, and what is not yet in the model."""
-        history = "" if self.link is None else self.link.history
+        history = "" if self.ranks is None else self.ranks.history
         due = [asdict(flight.due) for flight in self._flights]
         return {"history": history, "due": due, "missed": self.missed}
 
@@ -271,12 +286,12 @@ class OuterOptimizer:
     def adopt(self) -> tuple[int, int]:
         """Take over the outer state of a group that is in step, in outer weights and model; its step and tokens. What
         this group has learned since its last round is lost; its inner optimizer keeps its moments."""
-        assert self.link is not None, "only a link can say that this group is behind"
+        assert self.ranks is not None, "only the link says that this group is behind"
         self.settle()
         self._flights = []
-        _, data = self.link.adopt()
-        step, tokens, *missed = self._state_head.unpack_from(data)
-        at = self._state_head.size
+        self.is_behind, data = False, self.ranks.adopt()
+        step, tokens, *missed = self.layout.head.unpack_from(data)
+        at = self.layout.head.size
         for held in self._held.values():
             for values in (held.values, held.momentum):
                 if values is not None and values.numel():
@@ -292,39 +307,19 @@ class OuterOptimizer:
     def _state(self) -> bytes:
         """Step, tokens, what is missing, outer weights and momentum."""
         missed = [self.missed.get(str(group), 0.0) for group in range(len(self._config.groups))]
-        found = self._state_head.pack(*self._place, *missed) + b"".join(
+        found = self.layout.head.pack(*self._place, *missed) + b"".join(
             values.numpy().tobytes() for values in self._state_values()
         )
-        if fault := self._fault(None, found):
+        if not self.layout.is_sound(None, found):
             raise AnomalyError(
-                f"A group asked for the outer weights and momentum of this one, but they cannot be used: {fault}. "
-                f"They were not sent. Continue all groups from an earlier checkpoint, with a smaller learning rate."
+                "A group asked for the outer weights and momentum of this one, but they cannot be used: they hold "
+                "values that are not finite, or larger than 1e18. They were not sent. Continue all groups from an "
+                "earlier checkpoint, with a smaller learning rate."
             )
         return found
 
     def _state_values(self) -> list[Tensor]:
         return [each for held in self._held.values() for each in (held.values, held.momentum) if each is not None]
-
-    def expected(self) -> Expected:
-        """What the link knows of payloads and states before they come."""
-        sizes = [max((place.stop for *_, place in self._places(names)), default=0) for names in self._names]
-        state_bytes = self._state_head.size + sum(values.nbytes for values in self._state_values())
-        return Expected(sizes, state_bytes, self._fault)
-
-    def _fault(self, fragment: int | None, data: bytes) -> str:
-        """What is wrong with the payload of a fragment, or with a state; empty: nothing."""
-        whole, is_right = memoryview(data), True
-        if fragment is not None:
-            form = self._form
-            parts = [(piece.stop - piece.start, whole[at]) for _, piece, at in self._places(self._names[fragment])]
-        else:
-            head, form = self._state_head.unpack_from(data), "float32"
-            is_right = all(math.isfinite(value) and value >= 0 for value in head)
-            starts = range(self._state_head.size, len(whole), 4 * PIECE_VALUES)
-            parts = [(PIECE_VALUES, whole[start : start + 4 * PIECE_VALUES]) for start in starts]
-        if is_right and all(is_sound(part, count, form) for count, part in parts):
-            return ""
-        return "it holds values that are not finite, or larger than 1e18"
 
     # ---- between the model and the host ----
 
@@ -366,26 +361,25 @@ class OuterOptimizer:
         self, due: Due, snapshot: Mapping[str, Tensor], copied: torch.cuda.Event | None, place: tuple[int, int]
     ) -> RoundReport:
         """Send a fragment, wait for those of the other groups, update the outer weights."""
-        link = self.link
-        assert link is not None, "a group is connected before its first step"
+        ranks, group = self.ranks, self._config.group
+        assert ranks is not None, "a group is connected before its first step"
         with self._beside_training(copied):
             payload = b"".join(self._payload(self._held[name], inner) for name, inner in snapshot.items())
-        link.offer(due.number, due.fragment, payload)
         started = time.perf_counter()
-        found = link.collect(due.number, due.fragment)
+        found = ranks.exchange(Key(due.number, due.fragment), payload)
         waited = time.perf_counter() - started
-        own = payload if link.group not in found and not self._fault(due.fragment, payload) else None
+        own = payload if group not in found and self.layout.is_sound(due.fragment, payload) else None
         with self._beside_training(copied):
-            square = self._update(list(snapshot), own, {group: found[group] for group in sorted(found)}, link.group)
+            square = self._update(list(snapshot), own, found, group)
         self._place = place
         steps = min(self.clock.every, place[0] - self._sent_at.get(due.fragment, 0)) / self.clock.fragments
-        steps = steps if link.behind() is None else 0.0
+        steps = 0.0 if ranks.is_behind else steps
         self._sent_at[due.fragment] = place[0]
-        for group in set(range(len(self._config.groups))) - set(found):
-            self.missed[str(group)] = self.missed.get(str(group), 0.0) + steps
-        link.serve_state(due.number, self._state)
+        for absent in set(range(len(self._config.groups))) - set(found):
+            self.missed[str(absent)] = self.missed.get(str(absent), 0.0) + steps
+        ranks.serve(self._state)
         number = max(0, due.number - 1) // (2 * self.clock.fragments)
-        return RoundReport(number, tuple(sorted(found)), waited, square, steps)
+        return RoundReport(number, tuple(sorted(found)), waited, square, steps, ranks.is_behind)
 
     @contextmanager
     def _beside_training(self, copied: torch.cuda.Event | None) -> Iterator[None]:
@@ -406,26 +400,26 @@ class OuterOptimizer:
             change = held.values[piece].to(self._device) - inner[piece].to(self._device)
             if held.error is not None:
                 error = held.error[piece].to(self._device)
-                change.add_(error, alpha=ERROR_DECAY if self._form == "sparse" else 1.0)
-            payload = encode(change, self._form, self._config.top_k_share)
+                change.add_(error)
+            payload = encode(change, self._config.compress)
             if held.error is not None:
                 held.error[piece] = change.sub_(self._decode(payload, change.numel()))
             payloads.append(payload)
         return b"".join(payloads)
 
     def _decode(self, payload: bytes | memoryview, count: int) -> Tensor:
-        return decode(payload, count, self._form, self._config.top_k_share, self._device)
+        return decode(payload, count, self._config.compress, self._device)
 
     def _places(self, names: Sequence[str]) -> Iterator[tuple[_Held, slice, slice]]:
         """The pieces of these parameters, and where each is in the payload."""
         at = 0
         for held in (self._held[name] for name in names):
             for piece in _pieces(held):
-                size = payload_bytes(piece.stop - piece.start, self._form, self._config.top_k_share)
+                size = payload_bytes(piece.stop - piece.start, self._config.compress)
                 yield held, piece, slice(at, at + size)
                 at += size
 
-    def _update(self, names: Sequence[str], own: bytes | None, found: Mapping[int, bytes], group: int) -> float:
+    def _update(self, names: Sequence[str], own: bytes | None, found: Mapping[int, bytes], group: int | None) -> float:
         """One step of the outer optimizer; the square of the outer gradient's norm. `own`: what this group has sent
         too late for this round, and counts in the next; None: nothing that could be used."""
         square = 0.0
@@ -444,11 +438,11 @@ class OuterOptimizer:
 
     def _step(self, held: _Held, piece: slice, mean: Tensor) -> None:
         if held.momentum is not None:
-            lr, mu = self._config.outer_lr, self._config.momentum
+            mu = self._config.momentum
             momentum = held.momentum[piece].to(self._device).mul_(mu).add_(mean)
             held.momentum[piece] = momentum
-            mean.add_(momentum, alpha=mu).mul_(lr)
-        held.values[piece] = held.values[piece].to(self._device).sub_(mean)
+            mean.add_(momentum, alpha=mu)
+        held.values[piece] = held.values[piece].to(self._device).sub_(mean.mul_(self._config.outer_lr))
 
 
 def _borders(count: int, axis: Axis) -> list[int]:
@@ -465,16 +459,15 @@ def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
     return {name.removeprefix(PREFIX): part for name, part in tensors.items()}
 
 
-def round_values(
-    reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer, link: GroupLink
-) -> dict[str, Any]:
+def round_values(reports: Sequence[RoundReport], squared_norm: Any, outer: OuterOptimizer) -> dict[str, Any]:
     """The metrics of what was synchronised after a step; `squared_norm`: over all processes of the group."""
+    link = None if outer.ranks is None else outer.ranks.link
     return {
-        "slow_link/round": reports[-1].round,
-        "slow_link/groups": min(len(report.groups) for report in reports),
-        "slow_link/wait_seconds": sum(report.waited_seconds for report in reports),
-        "slow_link/stall_seconds": outer.stalled_seconds,
-        "slow_link/sent_bytes": link.sent_bytes,
-        "slow_link/received_bytes": link.received_bytes,
-        "slow_link/outer_grad_norm": squared_norm**0.5,
+        "diloco/round": reports[-1].round,
+        "diloco/groups": min(len(report.groups) for report in reports),
+        "diloco/wait_seconds": sum(report.waited_seconds for report in reports),
+        "diloco/stall_seconds": outer.stalled_seconds,
+        "diloco/sent_bytes": 0 if link is None else link.sent_bytes,
+        "diloco/received_bytes": 0 if link is None else link.received_bytes,
+        "diloco/outer_grad_norm": squared_norm**0.5,
     }

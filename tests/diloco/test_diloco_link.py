@@ -1,0 +1,437 @@
+"""Groups exchange payloads over real sockets, agree on whose they use, and outlive each other."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.diloco.group_worker import (
+    do_rounds,
+    expected,
+    membership,
+    state_bytes,
+)
+from tests.ports import free_port
+from zero2all.common.errors import AbsentGroupsError, PreemptedError, UsageError
+from zero2all.config import ConfigError, config_from_values
+from zero2all.diloco import coordinator, joining
+from zero2all.diloco import link as diloco_link
+from zero2all.diloco.config import DilocoConfig
+from zero2all.diloco.link import GroupLink, link_facts, own_group
+from zero2all.diloco.messages import Key
+
+WORKER = Path(__file__).with_name("group_worker.py")
+
+
+def free_ports(count):
+    return [free_port() for _ in range(count)]
+
+
+class Threads:
+    """Every group is a thread; what each returned or raised, by group."""
+
+    def __init__(self, settings, work, facts=None, histories=("",) * 9, **options):
+        self.found, self.links = {}, {}
+
+        def run(config):
+            group = config.group
+            try:
+                own = {**options, "history": histories[group]}
+                own |= {"facts": (facts or {})[group]} if group in (facts or {}) else {}
+                link = self.links[group] = GroupLink(membership(config, **own))
+                try:
+                    self.found[group] = work(link)
+                finally:
+                    link.close()
+            except Exception as error:
+                self.found[group] = error
+
+        self.threads = [threading.Thread(target=run, args=(config,), daemon=True) for config in settings]
+        for thread in self.threads:
+            thread.start()
+
+    def ends(self, seconds=180):
+        deadline = time.monotonic() + seconds
+        for thread in self.threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        assert not any(thread.is_alive() for thread in self.threads), "somebody waits for ever"
+        return self.found
+
+
+def settings_of(groups, **fields):
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(groups)]
+    return [
+        DilocoConfig(groups=addresses, group=group, **{"wait_seconds": 60.0, "bind": addresses[group], **fields})
+        for group in range(groups)
+    ]
+
+
+def rounds_of(logs, rounds, **options):
+    return lambda link: do_rounds(link, logs.setdefault(link.group, []).append, rounds, **options)
+
+
+def test_all_groups_get_the_same_bytes_in_every_round():
+    logs = {}
+    found = Threads(settings_of(3), rounds_of(logs, 6, fragments=2)).ends()
+    assert len({*found.values()}) == 1
+    assert [row["set"] for row in logs[0]] == [[0, 1, 2]] * 12
+
+
+def test_a_large_payload_is_cut_over_the_streams_and_counted():
+    large = {group: random.Random(group).randbytes(20_000_003) for group in range(2)}
+
+    def work(link):
+        wait_until(lambda: len(link.data[1 - link.group].streams) == 4)
+        link.offer(Key(0, 0), large[link.group])
+        found = link.collect(Key(0, 0))
+        return found == large, link.received_bytes
+
+    found = Threads(settings_of(2), work, expected=expected(20_000_003)).ends()
+    assert found == dict.fromkeys(range(2), (True, 20_000_003))
+
+
+def test_a_late_group_misses_a_round_and_stays_in_step():
+    logs = {}
+
+    def work(link):
+        has_missed = lambda: any(row["round"] == 2 for row in logs.get(0, []))  # noqa: E731
+        slow = {2: lambda: wait_until(has_missed)} if link.group == 1 else None
+        return do_rounds(link, logs.setdefault(link.group, []).append, 6, slow=slow)
+
+    found = Threads(settings_of(2, wait_seconds=1.0), work).ends()
+    assert {row["round"]: row["set"] for row in logs[0]}[2] == [0]
+    assert [row["set"] for row in logs[1]] == [row["set"] for row in logs[0]]
+    assert found[0] == found[1]
+    assert isinstance(found[0], bytes)
+
+
+def test_a_late_coordinator_still_decides_for_the_others():
+    logs = {}
+
+    def work(link):
+        others_went_on = lambda: any(row["round"] == 2 for row in logs.get(1, []))  # noqa: E731
+        slow = {2: lambda: wait_until(others_went_on)} if link.group == 0 else None
+        return do_rounds(link, logs.setdefault(link.group, []).append, 6, slow=slow)
+
+    threads = Threads(settings_of(2, wait_seconds=1.0), work)
+    found = threads.ends()
+    assert {row["round"]: row["set"] for row in logs[1]}[2] == [1]
+    assert found[0] == found[1]
+    assert threads.links[1]._coordinator.term == 0  # nobody took its place
+
+
+@pytest.mark.slow
+def test_a_group_that_is_many_rounds_late_adopts_and_holds_no_payloads_for_them():
+    logs, held = {}, []
+
+    def work(link):
+        if link.group == 0:
+            return do_rounds(link, logs.setdefault(0, []).append, 60, step_seconds=0.1)
+        log = logs.setdefault(1, [])
+        do_rounds(link, log.append, 5, step_seconds=0.1)
+        state = bytes.fromhex(log[-1]["state"])
+        wait_until(lambda: len(logs[0]) > 25)
+        held.append(len(link._coordinator.payloads))
+        return do_rounds(link, log.append, 60, state=state, number=5, step_seconds=0.1)
+
+    found = Threads(settings_of(2, wait_seconds=0.2), work).ends()
+    assert found[0] == found[1]
+    assert any("adopted" in row for row in logs[1])
+    assert max(held) < 12
+
+
+class Relay:
+    """A forwarded port, which can be cut and mended."""
+
+    def __init__(self, target):
+        self.target, self.pairs, self.is_cut = target, [], False
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            near, _ = self.listener.accept()
+            if self.is_cut:
+                near.close()
+                continue
+            try:
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                near.close()
+                continue
+            self.pairs += [near, far]
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=self.copy, args=pair, daemon=True).start()
+
+    def copy(self, source, goal):
+        try:
+            while data := source.recv(65536):
+                goal.sendall(data)
+        except OSError:
+            pass
+        for each in (source, goal):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def cut(self, is_cut):
+        self.is_cut = is_cut
+        for each in self.pairs if is_cut else []:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.slow
+def test_both_sides_of_a_partition_go_on_and_one_adopts_when_it_heals():
+    inside = free_ports(2)
+    relays = [Relay(port) for port in inside]
+    addresses = [f"127.0.0.1:{relay.port}" for relay in relays]  # as seen from outside
+    settings = [
+        DilocoConfig(addresses, group, bind=f"127.0.0.1:{inside[group]}", wait_seconds=0.5) for group in range(2)
+    ]
+    logs = {}
+    threads = Threads(settings, rounds_of(logs, 120, step_seconds=0.05))
+    wait_until(lambda: len(logs.get(0, [])) > 10)
+    relays[0].cut(True)
+    wait_until(lambda: all(logs[group][-1].get("set") == [group] for group in range(2)))
+    wait_until(lambda: all(sum(row.get("set") == [group] for row in logs[group]) > 5 for group in range(2)))
+    relays[0].cut(False)
+    found = threads.ends()
+    assert found[0] == found[1]
+    assert isinstance(found[0], bytes)
+    # That with fewer contributions; which one it is depends on how fast each was alone.
+    assert sum(any("adopted" in row for row in logs[group]) for group in range(2)) == 1
+    assert logs[0][-1]["set"] == [0, 1]
+
+
+def wait_until(is_so, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+
+
+def test_a_finished_group_gives_its_state_to_one_that_is_behind():
+    settings, histories = settings_of(2), {}
+
+    def train(link):
+        state = do_rounds(link, [].append, 6 - 3 * link.group)  # group 1 ends, group 0 goes on alone
+        histories[link.group] = link.history
+        return state
+
+    final = Threads(settings, train).ends()
+
+    def again(link):
+        if link.group == 1:
+            assert link.is_behind
+            return link.adopt()
+        while link.stays():
+            if link.is_asked:
+                link.serve(state_bytes(6, final[0]))
+        return None
+
+    assert Threads(settings, again, histories=histories).ends(30)[1] == state_bytes(6, final[0])
+    # Group 0 leaves while group 1 waits for its state: nobody waits for ever.
+    found = Threads(settings, lambda _link: None, join_seconds=2.0, histories=histories).ends(30)
+    assert "If they have finished the run, start them again, too" in str(found[1])
+
+
+def test_groups_that_differ_or_do_not_come_are_named():
+    found = Threads(settings_of(2), lambda _link: None, facts={1: {"train.seed": 2}}).ends()
+    assert "copy the packed data of one to all others" in str(found[0])
+    assert {type(each) for each in found.values()} == {UsageError}
+    assert "Group 1 differs from group 0: train.seed 2 instead of 1" in str(found[0])
+    found = Threads(settings_of(3)[:2], lambda _link: None, join_seconds=3.0).ends()
+    assert {type(each) for each in found.values()} == {AbsentGroupsError}
+    assert "did not join within parallel.join_seconds (3 s): 2 (127.0.0.1:" in str(found[1])
+    assert "nothing listens on that port" in str(found[1])
+    settings = settings_of(2)
+    wrong = [settings[0], DilocoConfig(settings[0].groups, 1, bind=f"127.0.0.1:{free_ports(1)[0]}")]
+    Threads(wrong[:1], lambda _link: None, run="other")
+    assert "Group 0 of the run 'other' listens there, not group 0 of 'test'" in str(
+        Threads(wrong[1:], lambda _link: None).ends()[1]
+    )
+
+
+def test_a_group_that_waits_says_why_and_ends_on_a_signal(monkeypatch, capfd):
+    monkeypatch.setattr(joining, "NOTICE_SECONDS", 0.5)
+    settings, stopped_at = settings_of(3), []
+    silent = socket.create_server(("127.0.0.1", int(settings[0].groups[1].rpartition(":")[2])))  # another program
+    name = DilocoConfig([*settings[0].groups[:2], "no.such.invalid:1"], 0, settings[0].bind)
+
+    def is_stopped():
+        stopped_at.extend([time.monotonic()] if "no.such" in (seen := capfd.readouterr().err) else [])
+        said.append(seen)
+        return bool(stopped_at)
+
+    said = []
+    with pytest.raises(PreemptedError, match="Stopped while it waited"):
+        GroupLink(membership(name, is_stopped=is_stopped))
+    assert time.monotonic() < stopped_at[0] + 2
+    assert "Group 2 cannot be reached at no.such.invalid:1: this machine does not know that name." in "".join(said)
+    assert f"Group 1 at {settings[0].groups[1]} can be reached, but has not connected to group 0" in "".join(said)
+    silent.close()
+
+
+def test_bad_settings_are_all_named_before_anything_starts():
+    fields = {"groups": ["a:1", "b", "a:1"], "group": 3, "bind": "x"}
+    with pytest.raises(ConfigError) as caught:
+        config_from_values({"diloco": fields}, "of a test")
+    assert len(caught.value.problems) == 4
+    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1:"):
+        GroupLink(membership(settings_of(2, bind=f"192.0.2.1:{free_ports(1)[0]}")[0]))
+    one = settings_of(2)[0]
+    with (
+        socket.create_server(("127.0.0.1", int(one.bind.rpartition(":")[2]))),
+        pytest.raises(UsageError, match="Is group 0 already running on this machine"),
+    ):
+        GroupLink(membership(one))
+    assert link_facts({"diloco.group": 1, "train.seed": 2}) == {"train.seed": 2}
+
+
+def test_the_environment_may_number_a_group(monkeypatch):
+    with pytest.raises(UsageError, match="this one has no number"):
+        own_group(DilocoConfig(["a:1", "b:1"]))
+    monkeypatch.setenv("Z2A_GROUP", "1")
+    assert own_group(DilocoConfig(["a:1", "b:1"])) == 1
+    assert own_group(DilocoConfig(["a:1", "b:1"], group=0)) == 0
+
+
+class Processes:
+    """Every group is a process that can be killed."""
+
+    def __init__(self, folder, settings, rounds, step_seconds):
+        self.folder, self.settings, self.options = folder, settings, {"rounds": rounds, "step_seconds": step_seconds}
+        self.running, self.lives = {}, dict.fromkeys(range(len(settings)), 0)
+        for group in range(len(settings)):
+            self.start(group)
+
+    def start(self, group):
+        self.lives[group] += 1
+        config = self.settings[group]
+        fields = {name: getattr(config, name) for name in ("groups", "group", "bind", "streams", "wait_seconds")}
+        path = self.folder / f"{group}-{self.lives[group]}.jsonl"
+        words = json.dumps({**fields, **self.options})
+        self.running[group] = subprocess.Popen([sys.executable, str(WORKER), words, str(path)])
+
+    def kill(self, group):
+        self.running[group].send_signal(signal.SIGKILL)
+        self.running[group].wait()
+
+    def rows(self, group, life=None):
+        path = self.folder / f"{group}-{life or self.lives[group]}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def close(self):
+        if sys.exc_info()[0] is not None:  # a stall, perhaps: every group prints what it waits for
+            for process in self.running.values():
+                process.send_signal(signal.SIGUSR1)
+            time.sleep(2)
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+
+def check_rounds(processes, groups):
+    """Of all rounds: one set and one state in all groups; none twice in a life."""
+    seen = {}
+    for group in range(groups):
+        for life in range(1, processes.lives[group] + 1):
+            rows = [row for row in processes.rows(group, life) if "set" in row]
+            numbers = [row["round"] for row in rows]
+            assert numbers == sorted(set(numbers)), "a round twice"
+            for row in rows:
+                first = seen.setdefault(row["round"], row)
+                assert (first["set"], first["state"]) == (row["set"], row["state"]), (group, life, first, row)
+    return {number: row["set"] for number, row in seen.items()}
+
+
+@pytest.mark.slow
+def test_a_group_that_is_killed_in_a_round_is_left_behind_and_adopts_when_it_is_back(tmp_path):
+    processes = Processes(tmp_path, settings_of(3, wait_seconds=1.0), rounds=100_000, step_seconds=0.05)
+    try:
+        wait_until(lambda: all(len(processes.rows(group)) > 5 for group in range(3)))
+        processes.kill(0)  # the coordinator
+        killed, before = time.time(), len(processes.rows(1))
+        wait_until(lambda: len(processes.rows(1)) > before + 10)
+        after = [row for row in processes.rows(1) if row["time"] > killed and row.get("set") == [1, 2]]
+        assert after[0]["time"] - killed < 6
+        processes.start(0)
+        wait_until(lambda: sum(row.get("set") == [0, 1, 2] for row in processes.rows(0)) > 5)
+        assert "adopted" in processes.rows(0)[1]
+        check_rounds(processes, 3)
+    finally:
+        processes.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [2, 3])
+def test_twenty_kills_at_random_moments(tmp_path, groups):
+    chance = random.Random(groups)
+    processes = Processes(tmp_path, settings_of(groups, wait_seconds=1.0), rounds=100_000, step_seconds=0.01)
+    try:
+        for _ in range(20):
+            wait_until(lambda: all(sum("set" in row for row in processes.rows(group)) > 2 for group in range(groups)))
+            time.sleep(chance.random() / 4)
+            group = chance.randrange(groups)
+            processes.kill(group)
+            time.sleep(chance.choice([0.0, 0.5, 2.0]))
+            processes.start(group)
+        wait_until(lambda: processes.rows(0)[-1].get("set") == list(range(groups)))
+        sets = check_rounds(processes, groups)
+        assert any(len(found) < groups for found in sets.values())
+    finally:
+        processes.close()
+
+
+def test_a_group_that_comes_twice_from_two_machines_is_named_and_the_first_is_unharmed(monkeypatch, capfd):
+    monkeypatch.setattr(diloco_link, "DUPLICATE_SECONDS", 1.0)
+    settings, logs, is_met, is_refused = settings_of(2), {}, threading.Event(), threading.Event()
+
+    def work(link):
+        is_met.set()
+        assert is_refused.wait(60)
+        return do_rounds(link, logs.setdefault(link.group, []).append, 6)
+
+    threads = Threads(settings, work)
+    assert is_met.wait(60)
+    elsewhere = f"127.0.0.1:{free_port()}"
+    twin = DilocoConfig(groups=[settings[0].groups[0], elsewhere], group=1, bind=elsewhere)
+    found = Threads([twin], lambda _link: None).ends(60)
+    is_refused.set()
+    for error in found.values():
+        assert isinstance(error, UsageError)
+        assert "Group 1 came twice: group 0 sees it at 127.0.0.1:" in str(error)
+    found = threads.ends()
+    assert found[0] == found[1]
+    assert all(row["set"] == [0, 1] for row in logs[0])
+    assert capfd.readouterr().err.count("group 1 came twice: from 127.0.0.1:") == 1
+
+
+def test_a_process_that_has_fallen_silent_gives_its_place_to_the_next(monkeypatch):
+    monkeypatch.setattr(coordinator, "STATUS_SECONDS", 3.0)
+    monkeypatch.setattr(diloco_link, "ALIVE_SECONDS", 0.5)
+    settings, is_met, is_over = settings_of(2), threading.Event(), threading.Event()
+
+    def work(_link):
+        is_met.set()
+        return is_over.wait(60)
+
+    threads = Threads(settings, work)
+    assert is_met.wait(60)
+    elsewhere = f"127.0.0.1:{free_port()}"
+    twin = DilocoConfig(groups=[settings[0].groups[0], elsewhere], group=1, bind=elsewhere)
+    assert Threads([twin], lambda _link: "joined").ends(60) == {1: "joined"}
+    is_over.set()
+    threads.ends()
