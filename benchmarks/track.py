@@ -279,7 +279,7 @@ def worker_open(folder: Path, cache: Path) -> dict[str, Any]:
     imported, imported_cpu = time.perf_counter(), time.process_time()
     reader = reader_module.RunReader(folder, cache)
     opened, opened_cpu = time.perf_counter(), time.process_time()
-    buckets = reader.buckets("loss", smoothing=reader_module.Smoothing("ema", 50))
+    buckets = reader.buckets("loss", smoothing=50)
     bucketed = time.perf_counter()
     spikes = reader.spikes("loss")
     marked = time.perf_counter()

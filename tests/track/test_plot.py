@@ -14,7 +14,6 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track import MetricsWriter
 from zero2all.track.plot import COLORS, MAX_PNG_BYTES, PlotOptions, _run_labels, plot_run, plot_runs, thin_out
 from zero2all.track.reader import RunReader
-from zero2all.track.smoothing import Smoothing
 
 
 def write_realistic_run(folder: Path, steps: int = 400) -> None:
@@ -148,7 +147,7 @@ def test_a_short_run_is_drawn_as_it_is_whatever_smoothing_is_asked_for(tmp_path)
     with MetricsWriter(tmp_path / "run") as run:
         for step in range(49):
             run.log({"loss": 5 - step / 10}, step=step, tokens=step)
-    for number, smoothing in enumerate((None, "auto", Smoothing("ema", 10))):
+    for number, smoothing in enumerate((None, "auto", 10.0)):
         plot_runs([tmp_path / "run"], tmp_path / f"{number}.svg", PlotOptions(smoothing=smoothing))
         drawings.append((tmp_path / f"{number}.svg").read_text())
     assert drawings[0] == drawings[1] == drawings[2]
@@ -173,7 +172,7 @@ def test_a_flops_axis_without_flops_is_a_clear_error(tmp_path):
 
 
 def test_metrics_smoothing_size_and_resolution_can_be_chosen(realistic, tmp_path):
-    smoothing = Smoothing("median", 9)
+    smoothing = 9.0
     options = PlotOptions(metrics=("lr", "loss"), smoothing=smoothing, width_inches=4, height_inches=3, dpi=300)
     plot_runs([realistic], tmp_path / "run.png", options)
     assert size_of_png(tmp_path / "run.png") == (1200, 900)

@@ -17,7 +17,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError
 from zero2all.track import MetricsWriter
-from zero2all.track.reader import RunReader, Smoothing, read_run
+from zero2all.track.reader import RunReader, read_run
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +352,7 @@ def test_more_events_than_memory_should_hold_are_counted_and_the_end_is_still_se
     monkeypatch.setattr("zero2all.track.metrics_file.MAX_TEXT_CHARACTERS", 10_000)
     with MetricsWriter(tmp_path) as run:
         for step in range(20):
-            run.text("sample", "x" * 1000, step=step)
+            run.event("text", step, {"text": "x" * 1000})
         for step in range(60):
             run.event("note", step=step)
     reader = RunReader(tmp_path)
@@ -413,7 +413,7 @@ def test_every_axis_has_its_own_x(tmp_path):
 
 def test_a_run_without_flops_has_an_empty_flops_axis(tmp_path):
     write(tmp_path, range(5), 0.0)
-    assert len(RunReader(tmp_path).buckets("loss", axis="flops", smoothing=Smoothing("ema", 3))) == 0
+    assert len(RunReader(tmp_path).buckets("loss", axis="flops", smoothing=3)) == 0
 
 
 def test_smoothing_comes_before_the_buckets_and_does_not_depend_on_the_zoom(tmp_path):
@@ -421,8 +421,8 @@ def test_smoothing_comes_before_the_buckets_and_does_not_depend_on_the_zoom(tmp_
         for step in range(1000):
             run.log({"loss": float(step % 2)}, step=step)
     reader = RunReader(tmp_path)
-    whole = reader.buckets("loss", smoothing=Smoothing("window", 51), count=2000).smooth
-    zoomed = reader.buckets("loss", low=500, high=520, smoothing=Smoothing("window", 51)).smooth
+    whole = reader.buckets("loss", smoothing=51, count=2000).smooth
+    zoomed = reader.buckets("loss", low=500, high=520, smoothing=51).smooth
     assert whole is not None
     assert zoomed is not None
     assert whole[500:521].tolist() == zoomed.tolist()

@@ -186,7 +186,7 @@ def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
 def test_the_last_loss_is_found_behind_a_long_text(tmp_path):
     with MetricsWriter(tmp_path / "run") as run:
         run.log({"loss": 1.5}, step=3)
-        run.text("sample", "x" * 90_000, step=3)
+        run.event("text", 3, {"text": "x" * 90_000})
     (listing,) = find_runs([tmp_path])
     assert (listing.last_loss, listing.status.last_step, listing.status.state) == (1.5, 3, "finished")
 

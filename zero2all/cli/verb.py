@@ -85,6 +85,8 @@ class Verb:
     handler: Callable[[argparse.Namespace], int | None] | None
     usage: str | None = None
     defaults: Mapping[str, Any] | None = None
+    renamed: dict[str, str] | None = None
+    """Verbs of before below this word -> the command that does it now."""
 
 
 DECLARED: dict[str, list[Verb]] = {}
@@ -104,10 +106,11 @@ def verb(
     return declare
 
 
-def group(text: str) -> None:
-    """Declare a word with verbs of its own, such as `z2a corpus`: what they do, and an example."""
+def group(text: str, renamed: dict[str, str] | None = None) -> None:
+    """Declare a word with verbs of its own, such as `z2a corpus`: what they do, and an example. `renamed`: its verbs of
+    before -> the command that does it now."""
     head, example = textwrap.dedent(text).strip().split("\n\n", 1)
-    _declare(head, [], example, None)
+    _declare(head, [], example, None, None, None, renamed)
 
 
 def _declare(head: str, table: list[str], example: str, handler: Any, *more: Any) -> None:
@@ -126,7 +129,7 @@ def add_declared(verbs: Subparsers, word: str) -> None:
     inner = verbs
     for each in DECLARED[word]:
         if each.handler is None:
-            inner = add_group(verbs, word, each.summary, each.example)
+            inner = add_group(verbs, word, each.summary, each.example, each.renamed)
             continue
         takes_fields = TAKES_FIELDS in each.table
         parser = add_verb(inner, each.words[-1], each.summary, each.example, each.handler, takes_fields)

@@ -1,4 +1,4 @@
-"""What the page shows of a run besides its curves: its status, its events, what it generated.
+"""What the page shows of a run besides its curves: its status and its events.
 
 Events are sent short; all about one of them is sent when it is opened. The board also looks for spikes in the loss
 itself, so that runs of other programs have them marked too. Everything is sent ready to be shown.
@@ -24,11 +24,9 @@ from zero2all.track.reader import Axis, Event, RunReader, Series, Spike
 from zero2all.track.spikes import ROBUST_SIGMAS, SIGMA_OF_MAD, SIGMAS
 from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
-RICH_KINDS = ("text", "image", "histogram")
 MAX_MARKS = 3_000
 MAX_FOUND_SPIKES = 300
 MAX_AROUND = 40
-MAX_HISTOGRAMS = 120
 SPIKE_METRIC = "loss"
 FOUND = "found-"  # the name of a spike the board found: this and its step
 KINDS: dict[str, tuple[int, str, str]] = {
@@ -51,7 +49,7 @@ KINDS: dict[str, tuple[int, str, str]] = {
 }
 """How bad an event is (0 is worst), its tone on the page and its sign."""
 OTHER_KIND = (6, "accent", "◦")
-HIDDEN_KINDS = (*RICH_KINDS, "start", "prepared", "finish")
+HIDDEN_KINDS = ("start", "prepared", "finish")
 NOTES = ("text", "reason", "problem", "message", "name", "stage", "folder", "notes")
 """Where the one line about an event comes from: the first of these that it has."""
 MAX_FIELDS = 1_000
@@ -64,12 +62,6 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
     """All about a run that is needed to lay out its page."""
     reader = run.reader
     header = next((event.data for event in reversed(reader.events()) if event.kind == "segment"), {})
-    rich: dict[str, dict[str, int]] = {}
-    for event in reader.events():
-        if event.kind in RICH_KINDS:
-            names = rich.setdefault(event.kind, {})
-            name = str(event.data.get("name", ""))
-            names[name] = names.get(name, 0) + 1
     return {
         "id": run.run_id,
         "name": run.run_id.partition("/")[2],
@@ -80,7 +72,6 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
         "channels": channel_names(reader.metrics()),
         "start": start_time(reader),
         "host": header.get("host"),
-        "rich": rich,
         "skipped_lines": reader.skipped_lines,
         "problems": reader.problems,
     }
@@ -200,8 +191,7 @@ def _measures(data: dict[str, Any]) -> list[list[Any]]:
     for word in ("value", "usual", "limit", "mean", "sigma", "median", "mad"):
         number = _finite(data.get(word))
         if number is not None:
-            # The page has another word for the smoothing called median.
-            rows.append(["medianBefore" if word == "median" else word, number, "", None])
+            rows.append([word, number, "", None])
     value, mean, sigma = (_finite(data.get(word)) for word in ("value", "mean", "sigma"))
     # The limits are those of the board's own rules; who wrote the event may have had others.
     if value is not None and mean is not None and sigma:
@@ -275,28 +265,6 @@ def _around(reader: RunReader, step: int) -> dict[str, float | None]:
 
 def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-# ---- what was generated ----
-
-
-def rich_values(reader: RunReader, kind: str, name: str) -> list[dict[str, Any]]:
-    """The text samples, images or histograms of one name, in order of steps; texts are fetched one by one."""
-    found = [
-        (number, event)
-        for number, event in enumerate(reader.events())
-        if event.kind == kind and str(event.data.get("name", "")) == name
-    ]
-    found.sort(key=lambda each: each[1].step)
-    if kind == "histogram" and len(found) > MAX_HISTOGRAMS:
-        chosen = np.linspace(0, len(found) - 1, MAX_HISTOGRAMS).round().astype(int)
-        found = [found[place] for place in chosen]
-    hidden = ("text",) if kind == "text" else ()
-    return [
-        {"i": str(number), "step": event.step, "time": event.time}
-        | {key: value for key, value in event.data.items() if key not in ("name", *hidden)}
-        for number, event in found
-    ]
 
 
 # Which charts the board draws of a run: metric names in, groups of charts out.

@@ -4,8 +4,8 @@
     mirror.start()
     find_runs([mirror.folder])
 
-Copied are the metrics files, `config.yaml`, `anneal.json` and what is below `media/`; never a checkpoint. One thread
-and one connection per mirror ask for the list of files about twice a second and for the new bytes:
+Copied are the metrics files, `config.yaml` and `anneal.json`; never a checkpoint. One thread and one connection
+per mirror ask for the list of files about twice a second and for the new bytes:
 
 - A metrics file only grows, so only its end is fetched, with a few bytes that are already here: where these do not
   match, the file was replaced and is fetched anew beside the old one. All other files are replaced whole.
@@ -34,10 +34,9 @@ from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.lock import folder_lock
 from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
 from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, FileRange, Request, SshError, parse_address
-from zero2all.track.writer import FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER
+from zero2all.track.writer import FILE_NAME, METRICS_FOLDER
 
 WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)  # files of a run itself; an anneal changes where the run ends
-MEDIA_DEPTH = 4
 
 POLL_SECONDS = 0.5
 QUIET_POLL_SECONDS = 1.0
@@ -52,7 +51,7 @@ BATCH_SECONDS = 0.5
 BYTES_PER_SECOND = 16_000_000
 
 MAX_FILES = 50_000
-MAX_OTHER_BYTES = 64_000_000  # a config or a picture larger than this is left out
+MAX_CONFIG_BYTES = 64_000_000  # a larger one is left out
 MIN_FREE_BYTES = 500_000_000
 MAX_SLOTS = 16
 UNREADABLE = "files that cannot be read there"
@@ -225,8 +224,8 @@ class Mirror:
                 why = "files that do not belong to a run"
             elif len(far) >= MAX_FILES:
                 why = f"files beyond the first {MAX_FILES:,}"
-            elif not file.only_grows and file.size > MAX_OTHER_BYTES:
-                why = f"configs and media larger than {MAX_OTHER_BYTES // 1_000_000} MB"
+            elif not file.only_grows and file.size > MAX_CONFIG_BYTES:
+                why = f"configs larger than {MAX_CONFIG_BYTES // 1_000_000} MB"
             if file is None or why:
                 problems[str(why)] = problems.get(str(why), 0) + 1
             else:
@@ -407,9 +406,7 @@ def is_safe_part(part: str) -> bool:
 def _is_wanted(parts: list[str]) -> bool:
     if len(parts) == 2:
         return parts[1] in WHOLE_FILES
-    if len(parts) == 3 and parts[1] == METRICS_FOLDER:
-        return FILE_NAME.fullmatch(parts[2]) is not None
-    return 3 <= len(parts) <= 2 + MEDIA_DEPTH and parts[1] == MEDIA_FOLDER
+    return len(parts) == 3 and parts[1] == METRICS_FOLDER and FILE_NAME.fullmatch(parts[2]) is not None
 
 
 def _size(path: Path) -> int:

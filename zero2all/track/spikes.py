@@ -16,7 +16,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from zero2all.track.series import Series
-from zero2all.track.smoothing import window_totals
 
 WINDOW = 128
 SIGMAS = 6.0
@@ -69,11 +68,26 @@ def find_spikes(points: Series) -> list[Spike]:
 def _may_be_sigma(values: Floats) -> NDArray[np.bool_]:
     """For each point with a window before it: whether it is near or above the sigma rule."""
     centred = values - np.median(values)
-    mean = window_totals(centred, WINDOW)[:-1] / WINDOW
-    square = window_totals(centred * centred, WINDOW)[:-1] / WINDOW
+    mean = _window_totals(centred, WINDOW)[:-1] / WINDOW
+    square = _window_totals(centred * centred, WINDOW)[:-1] / WINDOW
     # A variance this small against the square is rounding; the rule itself will look.
     sigma = np.sqrt(np.maximum(square - mean * mean, 0.0))
     return centred[WINDOW:] > mean + _MARGIN * SIGMAS * sigma
+
+
+def _window_totals(values: Floats, length: int) -> Floats:
+    """The total of every `length` neighbours: a part of one block's suffix sums and one of the next's prefix sums."""
+    count = len(values)
+    blocks = -(-count // length)
+    padded = np.zeros(blocks * length)
+    padded[:count] = values
+    grid = padded.reshape(blocks, length)
+    prefix = np.cumsum(grid, axis=1).reshape(-1)
+    suffix = np.zeros((blocks, length))
+    suffix[:, 1:] = np.cumsum(grid[:, :0:-1], axis=1)[:, ::-1]  # a window that starts a block is all prefix
+    windows = count - length + 1
+    totals: Floats = prefix[length - 1 : length - 1 + windows] + suffix.reshape(-1)[:windows]
+    return totals
 
 
 def _may_be_mad(windows: Floats, after: Floats) -> NDArray[np.bool_]:

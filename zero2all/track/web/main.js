@@ -5,7 +5,6 @@ import { configTable } from './compare.js';
 import { eventList, loadMarks, openEvent } from './events.js';
 import { Grid } from './grid.js';
 import { listenToKeys, showHelp } from './keys.js';
-import { richCards } from './rich.js';
 import { fullName, RunList } from './runs.js';
 import { get, Live } from './server.js';
 import { change, onChange, readAddress, state } from './state.js';
@@ -125,10 +124,6 @@ async function drawAfter() {
 	const shown = chosen();
 	const sections = [];
 	const section = (key, title, content) => sections.push(h('section', { class: 'group', data: { group: key } }, h('h2', {}, span('still', title)), content));
-	for (const [kind, title] of [['text', t('samples')], ['image', t('images')], ['histogram', t('histograms')]]) {
-		const cards = shown.flatMap((info) => richCards(info, kind));
-		if (cards.length) section(kind, title, h('div', { class: 'cards' }, cards));
-	}
 	if (shown.length) {
 		section('events', t('events'), eventList(shown.map((info) => info.id), (id) => infos.get(id).name, openEvent));
 		section('config', t(shown.length > 1 ? 'configDiff' : 'config'), await configTable(shown));

@@ -27,10 +27,6 @@ const WORDS = {
 	smoothing: ['Smoothing', '平滑'],
 	width: ['Width in points', '窗口宽度（点数）'],
 	none: ['none', '无'],
-	ema: ['exponential', '指数平滑'],
-	window: ['window', '滑动窗口'],
-	gaussian: ['Gaussian', '高斯'],
-	median: ['median', '中位数'],
 	logY: ['log y', '对数纵轴'],
 	logX: ['log x', '对数横轴'],
 	robust: ['clip extremes', '截断极端值'],
@@ -59,9 +55,6 @@ const WORDS = {
 	gpu: ['GPU', 'GPU'],
 	host: ['Host', '主机'],
 	other: ['Other', '其他'],
-	samples: ['Samples', '采样'],
-	images: ['Images', '图像'],
-	histograms: ['Histograms', '直方图'],
 	config: ['Config', '配置'],
 	configDiff: ['Config differences', '配置差异'],
 	configSame: ['The configs are the same.', '配置相同。'],
@@ -121,7 +114,7 @@ const WORDS = {
 	limit: ['limit', '上限'],
 	mean: ['Mean before', '之前的均值'],
 	sigma: ['Standard deviation σ', '标准差 σ'],
-	medianBefore: ['Median before', '之前的中位数'],
+	median: ['Median before', '之前的中位数'],
 	mad: ['MAD', 'MAD'],
 	aboveMean: ['Above the mean', '高出均值'],
 	aboveMedian: ['Above the median (σ = 1.4826 MAD)', '高出中位数（σ = 1.4826 MAD）'],
@@ -156,7 +149,6 @@ const WORDS = {
 	connecting: ['connecting', '连接中'],
 	broken: ['disconnected: {why}', '连接断开：{why}'],
 	missing: ['folder missing', '目录不存在'],
-	lastSteps: ['{count} in total', '共 {count} 个'],
 };
 
 const isChinese = () => (state.lang || navigator.language || 'en').toLowerCase().startsWith('zh');
