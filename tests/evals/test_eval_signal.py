@@ -10,7 +10,7 @@ import pytest
 from zero2all.common.language import in_chinese
 from zero2all.evals.judge import wilson
 from zero2all.evals.scores import Curve, Point, curves_of
-from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve, signals_json
+from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve
 
 STEPS = [100 * number for number in range(1, 13)]
 
@@ -192,9 +192,3 @@ def test_the_scores_of_reports_are_found_by_their_path_with_interval_and_chance(
     assert [point.value for point in found["tasks/quiz/cloze/5-shot/accuracy"].points] == [0.3, 0.4]
     chances = {name: curve.chance for name, curve in found.items()}
     assert list(chances.values()) == [None, None, None, 0.5, 0.25]
-
-
-def test_signals_are_plain_json():
-    (found,) = signals_json([judge_curve(curve(RISING))])
-    assert found["verdict"] == SIGNAL
-    assert all(value is None or isinstance(value, str | int | float) for value in found.values())

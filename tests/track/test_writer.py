@@ -138,9 +138,7 @@ def test_every_attempt_and_every_writer_has_its_own_file(tmp_path):
 
 
 def test_processes_starting_together_do_not_share_a_file(tmp_path):
-    code = (
-        "import sys; from zero2all.track import MetricsWriter as W\nwith W(sys.argv[1]) as run: run.log({}, 1, 1)"
-    )
+    code = "import sys; from zero2all.track import MetricsWriter as W\nwith W(sys.argv[1]) as run: run.log({}, 1, 1)"
     processes = [run_python(code, tmp_path) for _ in range(4)]
     assert [process.wait(timeout=120) for process in processes] == [0] * 4
     files = sorted(path.name for path in (tmp_path / "metrics").iterdir())

@@ -21,16 +21,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
+from zero2all.common.files import write_json
 from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
-from zero2all.evals.scores import Curve
+from zero2all.evals.scores import Curve, curves_of, read_reports
 
 SIGNAL, NOISE, CHANCE, TOO_FEW = "carries signal", "noise", "at chance", "too few checkpoints"
+SIGNAL_NAME = "signal.json"
 LEAST_CHECKPOINTS = 7
 """Of random walks over six checkpoints, one in 16 only rises or only falls."""
 MOST_POINTS = 24
@@ -72,9 +74,12 @@ def judge_curves(curves: Sequence[Curve]) -> list[Signal]:
     return [judge_curve(curve) for curve in curves]
 
 
-def signals_json(signals: Sequence[Signal]) -> list[dict[str, Any]]:
-    """For a file."""
-    return [asdict(signal) for signal in signals]
+def write_signals(run: Path) -> list[Signal]:
+    """Write `signal.json` beside the reports of a run; returns the verdicts where there are several checkpoints."""
+    reports = read_reports(run)
+    signals = judge_curves(curves_of(reports)) if len(reports) > 1 else []
+    write_json(run / "eval" / SIGNAL_NAME, [asdict(signal) for signal in signals])
+    return signals
 
 
 def signal_lines(signals: Sequence[Signal]) -> list[str]:
@@ -86,9 +91,10 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
     lines = ["", t("which curves to believe                 Spearman   signal/noise   verdict")]
     shown = sorted(signals, key=lambda each: each.name.count("/"))
     for signal in shown[:MOST_LINES]:
+        verdict = f"{t(signal.verdict)}: {t(signal.reason)}"
         spearman = "-" if signal.spearman is None else f"{signal.spearman:+.2f}"
         ratio = "-" if signal.signal_to_noise is None else f"{signal.signal_to_noise:.1f}"
-        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {t(signal.verdict)}")
+        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {verdict}")
     if len(signals) > MOST_LINES:
         counts = Counter(signal.verdict for signal in shown[MOST_LINES:])
         rest = ", ".join(f"{times} {t(verdict)}" for verdict, times in counts.most_common())
