@@ -4,7 +4,7 @@ A score carries signal if its curve has a shape: a trend, a step, a rise and a p
 something like one, a random walk above all, whose neighbours are close because each value begins where the last one
 was. So the best-fitting shape is compared with what the same search finds in curves without one:
 
-- *Shapes*: lines with up to two bends, up to two steps, a step and a slope, a parabola, any monotone curve.
+- *Shapes*: lines with up to two bends, up to two steps, a step and a slope, a parabola.
 - *Without shape*: a random walk seen through noise. Flat noise and a pure walk are the two ends of this family.
 - *Statistic*: how much likelier the values are as a shape with independent noise than as a walk with noise. It has no
   unit, so that curves simulated once serve for all scores. *p* is the share of them, at the worst mixture of walk and
@@ -252,8 +252,7 @@ class _Search:
 
     def __init__(self, x: np.ndarray) -> None:
         self.bases = _bases(x)
-        parameters = np.array([*(basis.shape[2] for basis in self.bases), 1])  # the last: any monotone curve
-        self.rarer = 2.0 ** (parameters - 1)
+        self.rarer = 2.0 ** (np.array([basis.shape[2] for basis in self.bases]) - 1)
         """The more freely a family bends, the rarer its fit must be to count as much."""
         rng = np.random.default_rng(0)  # the same every time, so that a verdict is
         without = []
@@ -284,16 +283,11 @@ class _Search:
         values = values - values.mean(axis=1, keepdims=True)
         total = (values**2).sum(axis=1)
         left = [total - (np.matmul(values, basis) ** 2).sum(axis=2).max(axis=0) for basis in self.bases]
-        left += [np.minimum(*(((values - _monotone(values, sign)) ** 2).sum(axis=1) for sign in (1, -1)))]
         return _walk_variance(values) - np.log(np.maximum(np.stack(left), 1e-12 * total))
 
     def fitted(self, values: np.ndarray, family: int) -> tuple[np.ndarray, int]:
         """The best shape of a family, and how many parameters it has."""
         mean, centred = values.mean(), values - values.mean()
-        if family == len(self.bases):
-            both = [_monotone(centred[None], sign)[0] for sign in (1, -1)]
-            best = min(both, key=lambda shape: ((centred - shape) ** 2).sum())
-            return mean + best, len(np.unique(best))
         explained = (np.matmul(centred, self.bases[family]) ** 2).sum(axis=1)
         basis = self.bases[family][int(explained.argmax())]
         return mean + basis @ (basis.T @ centred), basis.shape[1] + 1
@@ -325,19 +319,6 @@ def _bases(x: np.ndarray) -> list[np.ndarray]:
 def _orthonormal(shape: Sequence[np.ndarray]) -> np.ndarray:
     columns = np.stack(shape, axis=1)
     return np.asarray(np.linalg.qr(columns - columns.mean(axis=0))[0])
-
-
-def _monotone(values: np.ndarray, sign: int) -> np.ndarray:
-    """The nearest curves that only rise (sign 1) or only fall (-1). (curves, points)"""
-    values = sign * values
-    count = values.shape[1]
-    sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
-    nearest = np.full(values.shape, -np.inf)
-    for start in range(count):
-        means = (sums[:, start + 1 :] - sums[:, [start]]) / np.arange(1, count - start + 1)
-        least = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
-        nearest[:, start:] = np.maximum(nearest[:, start:], least)
-    return sign * nearest
 
 
 def _walk_variance(values: np.ndarray) -> np.ndarray:

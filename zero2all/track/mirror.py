@@ -29,7 +29,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.lock import folder_lock
 from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
@@ -100,7 +99,6 @@ class Mirror:
         self.folder = self._slot / "runs"
         """Where the runs are on this machine: one folder per run, as find_runs expects."""
         self._incoming = self._slot / "incoming"
-        self._index = self._slot / "index.json"
         self.folder.mkdir(exist_ok=True)
         shutil.rmtree(self._incoming, ignore_errors=True)
         self._incoming.mkdir()
@@ -112,7 +110,7 @@ class Mirror:
         self._guard = threading.Lock()
 
         self._far: dict[PurePosixPath, FarFile] = {}
-        self._fetched: dict[PurePosixPath, tuple[str, int]] = self._load_index()
+        self._fetched: dict[PurePosixPath, tuple[str, int]] = dict.fromkeys(self._kept_files(), (UNKNOWN, -1))
         self._blocked: dict[PurePosixPath, FarFile] = {}
         self._replaced: set[PurePosixPath] = set()
         self._grew_at: dict[PurePosixPath, float] = {}
@@ -178,7 +176,6 @@ class Mirror:
         finally:
             self.received_bytes += connection.received_bytes
             connection.close()
-            self._save_index()
 
     def _keep_up(self, connection: Connection, is_one_run: bool) -> None:
         """List and fetch until the connection breaks or the mirror is stopped."""
@@ -203,7 +200,6 @@ class Mirror:
                 self._fetch(connection, jobs)
                 jobs = self._jobs()
             if not jobs and not self._synced.is_set():
-                self._save_index()
                 self._synced.set()
             quiet = time.monotonic() - changed_at > QUIET_AFTER_SECONDS
             rest = began + (QUIET_POLL_SECONDS if quiet else POLL_SECONDS) - time.monotonic()
@@ -339,7 +335,7 @@ class Mirror:
         version = file.identity if file.only_grows else f"{file.identity} {file.size}"
         return self._incoming / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
 
-    # ---- what is gone, and what is known from the last time ----
+    # ---- what is gone, and what is here from the last time ----
 
     def _forget_gone(self, now: float) -> None:
         """Remove the copies of files that are no longer there."""
@@ -357,26 +353,11 @@ class Mirror:
         for local in [local for local in self._missing_since if local in self._far]:
             del self._missing_since[local]
 
-    def _load_index(self) -> dict[PurePosixPath, tuple[str, int]]:
-        """What each file here was on the far side; a file whose size is not as noted is checked by its bytes."""
-        try:
-            entries = jsonio.loads(self._index.read_bytes())
-            known = {PurePosixPath(name): (str(identity), int(size)) for name, (identity, size) in entries.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            known = {}
-        found = {}
+    def _kept_files(self) -> Iterator[PurePosixPath]:
+        """What is here from the last time; whether it still fits is seen by its bytes."""
         for path in self.folder.rglob("*"):
             if path.is_file():
-                local = PurePosixPath(path.relative_to(self.folder).as_posix())
-                entry = known.get(local, (UNKNOWN, -1))
-                found[local] = entry if entry[1] <= path.stat().st_size else (UNKNOWN, -1)
-        return found
-
-    def _save_index(self) -> None:
-        entries = {str(local): entry for local, entry in self._fetched.items()}
-        fresh = self._index.with_suffix(".new")
-        fresh.write_bytes(jsonio.dumps_line(entries))
-        fresh.replace(self._index)
+                yield PurePosixPath(path.relative_to(self.folder).as_posix())
 
 
 def parse_line(line: bytes, own_name: str | None) -> FarFile | None:

@@ -30,7 +30,6 @@ from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, ParamSpec
 
 from zero2all.common import jsonio
-from zero2all.track import values as convert
 from zero2all.track.status import pid_namespace
 
 METRICS_FOLDER = "metrics"
@@ -164,9 +163,9 @@ class MetricsWriter:
     def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
         """Write that something happened at `step`. `data` may be nested; objects are written as text."""
         devices: set[Any] = set()
-        content = convert.frozen(data or {}, devices)
-        row = {"step": operator.index(step), "time": time.time(), "kind": convert.utf8_text(kind), "data": content}
-        self._put((row, convert.copies_done(devices)))
+        content = _frozen(data or {}, devices)
+        row = {"step": operator.index(step), "time": time.time(), "kind": _utf8_text(kind), "data": content}
+        self._put((row, _copies_done(devices)))
 
     def close(self, timeout_seconds: float | None = None, reason: str = "done", message: str | None = None) -> None:
         """Write what is queued, for at most `timeout_seconds` (None: CLOSE_SECONDS), then say why the run ended.
@@ -178,8 +177,8 @@ class MetricsWriter:
             if self._fork_count != _fork_count or self._closed:
                 return
             self._closed = True
-            self._end = {"reason": convert.utf8_text(reason)} | (
-                {} if message is None else {"message": convert.utf8_text(message)[:2000]}
+            self._end = {"reason": _utf8_text(reason)} | (
+                {} if message is None else {"message": _utf8_text(message)[:2000]}
             )
             self._closing.set()
             self._queue.put(None)
@@ -218,10 +217,10 @@ class MetricsWriter:
         devices: set[Any] = set()
         for key, value in values.items():
             try:
-                kept[key] = value if type(value) is float else convert.snapshot(value, devices)
+                kept[key] = value if type(value) is float else _snapshot(value, devices)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
-        return kept, convert.copies_done(devices)
+        return kept, _copies_done(devices)
 
     def _put(self, row: _Row) -> None:
         if self._closed:
@@ -285,14 +284,14 @@ class MetricsWriter:
                     pass  # a name that is no text: it is made one below
             content["values"] = self._numbers(content["values"])
         else:
-            content["data"] = convert.plain(content["data"])
+            content["data"] = _plain(content["data"])
         return jsonio.dumps_line(content)
 
     def _numbers(self, values: dict[str, Any]) -> dict[str, float | str]:
         numbers: dict[str, float | str] = {}
         for key, value in values.items():
             try:
-                numbers[convert.utf8_text(key)] = convert.json_number(value)
+                numbers[_utf8_text(key)] = _json_number(value)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
         return numbers
@@ -304,7 +303,7 @@ class MetricsWriter:
             data = {"dropped_rows": self.dropped_rows, "problems": dict(self.problems)}
         if now != self._reported:
             self._reported, self._reported_at = now, time.monotonic()
-            row = {"step": self._last_step, "time": time.time(), "kind": REPORT_KIND, "data": convert.plain(data)}
+            row = {"step": self._last_step, "time": time.time(), "kind": REPORT_KIND, "data": _plain(data)}
             self._append(jsonio.dumps_line(row))
 
     def _append(self, line: bytes) -> bool:
@@ -379,6 +378,81 @@ class MetricsWriter:
             "format": FORMAT,
         }
 
+
+# ---- what may be logged: the caller's side takes a copy without waiting for the device, the thread turns it into JSON
+
+
+def _snapshot(value: Any, devices: set[Any]) -> Any:
+    """A copy of the value, not waited for. The CUDA devices that are still copying are added to `devices`."""
+    if hasattr(value, "full_tensor"):
+        raise TypeError("this is a sharded DTensor; log its full_tensor()")
+    if not hasattr(value, "detach"):
+        return value
+    value = value.detach()
+    device = getattr(value, "device", None)
+    kind = getattr(device, "type", None)
+    if kind == "cpu":
+        return value.item()
+    if kind == "cuda":
+        devices.add(device)
+        return value.to("cpu", non_blocking=True)
+    return value.clone() if hasattr(value, "clone") else value
+
+
+def _copies_done(devices: set[Any]) -> list[Any]:
+    """CUDA events right behind the copies; `.item()` would wait for all that was queued since, too."""
+    # Only CUDA tensors put a device here, so torch is loaded; importing it for everyone else would take seconds.
+    return [sys.modules["torch"].cuda.current_stream(device).record_event() for device in devices]
+
+
+def _json_number(value: Any) -> float | str:
+    """A JSON number, or the name of a float that JSON cannot write."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"a metric must be a number, this is {type(value).__name__}")
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _frozen(value: Any, devices: set[Any]) -> Any:
+    """A copy of nested `value` that later changes by the caller do not reach; device scalars stay unresolved."""
+    if isinstance(value, Mapping):
+        return {_utf8_text(key): _frozen(inner, devices) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_frozen(inner, devices) for inner in value]
+    if hasattr(value, "detach"):
+        try:
+            return _snapshot(value, devices)
+        except Exception as error:  # several elements, or sharded
+            return f"{type(value).__name__}: {error}"
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """What `_frozen` kept, as JSON can hold it: numbers, text, lists and objects; anything else by its `str`."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    try:
+        return _json_number(value)
+    except Exception:
+        return _utf8_text(value)
+
+
+def _utf8_text(value: Any) -> str:
+    """UTF-8 text, whatever comes; lone surrogates are escaped."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+# ---- the process ----
 
 _FLOATS = frozenset((float,))
 
