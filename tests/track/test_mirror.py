@@ -132,14 +132,6 @@ def test_a_run_reached_through_a_link_is_copied(mirror_of, tmp_path):
     assert content(synced(mirror_of(tmp_path / "far")).folder) == {"linked/metrics/train-1.jsonl": rows(10)}
 
 
-def test_several_hosts_at_once_share_nothing(mirror_of, tmp_path):
-    for name in ("one", "two"):
-        put(tmp_path / name / name / "metrics" / "train-1.jsonl", rows(len(name)))
-    first, second = mirror_of(tmp_path / "one"), mirror_of(tmp_path / "two")
-    assert list(content(synced(first).folder)) == ["one/metrics/train-1.jsonl"]
-    assert list(content(synced(second).folder)) == ["two/metrics/train-1.jsonl"]
-
-
 # ---- live ----
 
 
@@ -191,14 +183,6 @@ def test_a_metrics_file_that_is_another_one_is_fetched_anew(mirror_of, tmp_path,
     wait_for(lambda: here.read_bytes() == fresh, why=lambda: mirror.state)
     append(path, b"more\n")
     wait_for(lambda: here.read_bytes() == fresh + b"more\n", why=lambda: mirror.state)
-
-
-def test_a_config_written_anew_is_replaced_whole(mirror_of, tmp_path):
-    put(tmp_path / "far" / "a" / "config.yaml", b"lr: 1\n")
-    mirror = synced(mirror_of(tmp_path / "far"))
-    put(tmp_path / "fresh", b"lr: 2\n")
-    (tmp_path / "fresh").replace(tmp_path / "far" / "a" / "config.yaml")
-    wait_for(lambda: (mirror.folder / "a" / "config.yaml").read_bytes() == b"lr: 2\n")
 
 
 def test_an_anneal_that_begins_moves_the_end_of_the_run_here_too(mirror_of, tmp_path):

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from zero2all.track import MetricsWriter
-from zero2all.track.config import TrackConfig
 from zero2all.track.writer import END_KIND, REPORT_KIND, SEGMENT_KIND
 
 
@@ -425,13 +424,6 @@ print(repr(children), sorted(heavy), ours)
 def test_an_unusable_writer_name_is_refused_at_once(tmp_path):
     with pytest.raises(ValueError, match="file name"):
         MetricsWriter(tmp_path, writer="../elsewhere")
-
-
-def test_the_config_defaults_are_those_of_the_writer(tmp_path):
-    config = TrackConfig()
-    with MetricsWriter(tmp_path, queue_rows=config.queue_rows) as run:
-        assert run._queue_rows == MetricsWriter(tmp_path)._queue_rows == 10_000
-    assert config.log_every_steps == 1
 
 
 def test_a_writer_whose_run_belongs_to_another_process_writes_not_one_byte_more(tmp_path):

@@ -107,16 +107,16 @@ def _note_useless_draws(prompts: list[Prompt]) -> None:
 
 def _as_text(service: Service, prompts: list[Prompt]) -> None:
     """Each prompt with its continuation, as it is written."""
-    from zero2all.infer.batch import streams_of, tasks_of
+    from zero2all.infer.batch import tasks_of
 
     on_terminal = sys.stdout.isatty()
 
     def show(text: str) -> None:
         print(terminal_safe(text, keep=TEXT_MARKS) if on_terminal else text, end="", flush=True)
 
-    for number, (task, pieces) in enumerate(streams_of(service, tasks_of(prompts))):
+    for number, task in enumerate(tasks_of(prompts)):
         show(f"{chr(10) * 2 if number else ''}{task.request.prompt}")
-        for piece in pieces:
+        for piece in service.stream(task.request):
             show(piece.text)
             if piece.finish == "error":
                 raise BadInputError(piece.error)

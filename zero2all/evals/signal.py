@@ -62,11 +62,8 @@ class Signal:
     reason: str
     spearman: float | None = None
     p: float | None = None
-    change: float | None = None
     noise: float | None = None
     signal_to_noise: float | None = None
-    change_over_interval: float | None = None
-    above_chance: float | None = None
 
 
 def judge_curves(curves: Sequence[Curve]) -> list[Signal]:
@@ -115,7 +112,6 @@ def judge_curve(curve: Curve) -> Signal:
     steps = np.array([point.step for point in points], dtype=np.float64)
     values = np.array([point.value for point in points], dtype=np.float64)
     third = max(2, len(values) // 3)
-    first, last = float(values[:third].mean()), float(values[-third:].mean())
     is_flat = float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max())
     shape, noise, p = (values, 0.0, 1.0) if is_flat else _best_shape(steps, values)
     half_width = _half_width(curve)
@@ -139,11 +135,8 @@ def judge_curve(curve: Curve) -> Signal:
         reason,
         spearman=_spearman(values),
         p=p,
-        change=last - first,
         noise=noise,
         signal_to_noise=0.0 if is_flat else figures.signal_to_noise,
-        change_over_interval=move / half_width if half_width else None,
-        above_chance=None if curve.chance is None else last - curve.chance,
     )
 
 

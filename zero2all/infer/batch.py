@@ -87,28 +87,6 @@ def _deliver_to(arrived: Arrived, key: tuple[int, int]) -> Callable[[Piece], Non
     return lambda piece: arrived.put((key, piece))
 
 
-def streams_of(service: Service, tasks: Sequence[BatchPrompt]) -> Iterator[tuple[BatchPrompt, Iterator[Piece]]]:
-    """Each task with its pieces as they come, one task after the other, while all of them are computed as one batch."""
-    queues: list[queue.SimpleQueue[Piece]] = [queue.SimpleQueue() for _ in tasks]
-    tickets = []
-    try:
-        for task, arrived in zip(tasks, queues, strict=True):
-            tickets.append(service.submit(task.request, arrived.put))
-        for task, arrived in zip(tasks, queues, strict=True):
-            yield task, _until_finish(arrived)
-    finally:
-        for ticket in tickets:
-            service.cancel(ticket)
-
-
-def _until_finish(arrived: queue.SimpleQueue[Piece]) -> Iterator[Piece]:
-    finish = None
-    while finish is None:
-        piece = arrived.get()
-        finish = piece.finish
-        yield piece
-
-
 def _head(task: BatchPrompt) -> dict[str, Any]:
     """What a result says first: which text it is."""
     names = {} if task.prompt.id is None else {"id": task.prompt.id}
