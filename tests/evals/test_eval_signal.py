@@ -66,11 +66,6 @@ def test_falling_bits_per_byte_get_better():
     assert "worse" not in found.reason
 
 
-def test_a_curve_that_rose_and_is_saturated_carries_signal():
-    values = np.minimum(RISING * 1.8, 0.9) + wobble(2, 0.005)
-    assert judge_curve(curve(values, chance=0.25)).verdict == SIGNAL
-
-
 def test_a_constant_one_tells_no_checkpoint_from_another():
     found = judge_curve(curve([1.0] * 12, chance=0.25))
     assert (found.verdict, found.signal_to_noise) == (NOISE, 0.0)
@@ -132,12 +127,6 @@ def test_a_planted_shape_is_found_in_nine_of_ten_draws(name):
     assert verdicts(np.tile(PLANTED[name], (DRAWS, 1))).count(SIGNAL) >= 0.9 * DRAWS
 
 
-def test_the_curve_that_rose_once_and_stayed_carries_signal():
-    found = judge_curve(curve(PLANTED["early plateau"], chance=0.25, half_width=0.035))
-    assert found.verdict == SIGNAL
-    assert "rises with the step (0.25 to 0.8)" in found.reason
-
-
 def test_a_curve_that_collapsed_to_chance_carries_signal_and_says_where_it_turned():
     found = judge_curve(curve(PLANTED["rise and fall"], chance=0.25, half_width=0.04))
     assert found.verdict == SIGNAL
@@ -152,12 +141,6 @@ def test_flat_noise_and_random_walks_carry_no_signal_in_nine_of_ten_draws(step, 
     exact = (judge_curve(curve(walk, half_width=0.044)).verdict for walk in walks)
     found = verdicts(walks) if is_sampled else list(exact)
     assert found.count(SIGNAL) <= 0.1 * DRAWS
-
-
-@pytest.mark.parametrize("count", [7, 8, 12])
-def test_noise_is_hardly_ever_taken_for_signal(count):
-    verdicts = [judge_curve(curve(0.5 + wobble(seed, 0.05, count))).verdict for seed in range(400)]
-    assert verdicts.count(SIGNAL) / 400 < 0.05
 
 
 def test_uneven_steps_are_no_noise():
