@@ -196,7 +196,7 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
         title.append("  " + t(f"smoothed {buckets.smooth[-1]:.4f}"), style="dim")
     above = int((series.value[np.isfinite(series.value)] > high).sum())
     not_finite = int((~np.isfinite(series.value)).sum())
-    spikes = len(reader.spikes(metric))
+    spikes = sum(event.kind == "spike" for event in reader.events())
     for count, words, style in (
         (above, f"{above:,} points above the chart", "yellow"),
         (not_finite, f"{not_finite:,} not finite", "red"),

@@ -24,12 +24,11 @@ from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_r
 from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Series, SeriesPart, by_step, concatenate, join_attempts, join_writers
 from zero2all.track.smoothing import smooth, width_for
-from zero2all.track.spikes import Spike, find_spikes
 from zero2all.track.status import RunStatus
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 __all__ = [
-    "Axis", "Buckets", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "Spike", "find_runs",
+    "Axis", "Buckets", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "find_runs",
     "read_run",
 ]  # fmt: skip
 
@@ -56,7 +55,6 @@ class RunReader:
         self._event_keys: set[tuple[str, int, str, int, float]] = set()
         self._taken_events: dict[str, int] = {}
         self._joined: dict[str, tuple[int, Series, Series]] = {}
-        self._found_spikes: dict[str, tuple[int, list[Spike]]] = {}
         self._smooth_curves: dict[tuple[str, float], tuple[Series, NDArray[np.float64]]] = {}
         self._problems: dict[str, int] = {}
         self._status = RunStatus()
@@ -114,15 +112,6 @@ class RunReader:
         """Events in the order they were found, without the first `after` of them."""
         with self._lock:
             return self._events[after:]
-
-    def spikes(self, metric: str = "loss") -> list[Spike]:
-        """Points far above those before them, computed from the curve itself; see `spikes.py` for the rules."""
-        points = self.series(metric)
-        with self._lock:
-            known = self._found_spikes.get(metric)
-            if known is None or known[0] != self.version:
-                known = self._found_spikes[metric] = (self.version, find_spikes(points))
-            return known[1]
 
     def config(self) -> dict[str, Any] | None:
         """The resolved config of the run, or None when there is none that can be read."""

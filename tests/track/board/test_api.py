@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
 import re
 import shutil
@@ -179,35 +178,6 @@ def test_recorded_spikes_are_marked_with_value_and_documents(client):
     assert facts["around"]["loss/zh"] > 7
 
 
-def test_spikes_nobody_recorded_are_found_in_the_loss(tmp_path):
-    with MetricsWriter(tmp_path / "r") as run:
-        for step in range(1, 301):
-            run.log({"loss": 9.0 if step == 250 else 2.0 + 0.01 * math.sin(step), "loss/en": 1.0}, step=step)
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    (spike,) = [m for m in client.get("/api/events", params={"id": "0/r"}).json()["marks"] if m["kind"] == "spike"]
-    assert (spike["step"], spike["found"]) == (250, True)
-    facts = client.get("/api/event", params={"id": "0/r", "i": spike["i"]}).json()
-    assert facts["data"]["value"] == 9.0
-    assert facts["around"]["loss/en"] == 1.0
-
-
-def test_the_panel_of_a_spike_says_which_rule_found_it_and_its_limit(tmp_path):
-    rng = np.random.default_rng(0)
-    losses = 2 + 0.02 * rng.normal(size=300)
-    losses[[200, 204]] += [0.5, 0.25]  # the first widens the standard deviation, and hides the second from its rule
-    with MetricsWriter(tmp_path / "r") as run:
-        for step, loss in enumerate(losses, 1):
-            run.log({"loss": loss}, step=step)
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    measures = {}
-    for step in (201, 205):
-        rows = client.get("/api/event", params={"id": "0/r", "i": f"found-{step}"}).json()["measures"]
-        measures[step] = {word: (number, limit) for word, number, _, limit in rows}
-    assert measures[201]["aboveMean"][0] > measures[201]["aboveMean"][1] == 6.0
-    assert measures[205]["aboveMean"][0] < 6.0, "not by this rule"
-    assert measures[205]["aboveMedian"][0] > measures[205]["aboveMedian"][1] == 7.0, "but by this one"
-
-
 def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_its_incident(tmp_path):
     finding = {"kind": "grad_spike", "value": 9.3, "usual": 1.1, "limit": 4.0, "text": "gradient norm 9.3, above 4"}
     finding |= {"details": {"channel_losses": {"en": 2.1, "zh": 3.3, "odd": None}}, "page": "20-grad_spike.html"}
@@ -225,7 +195,7 @@ def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_it
     assert first["metric"] == "grad_norm", "its ring belongs on that curve, not on the loss"
     assert first["note"] == finding["text"]
     facts = client.get("/api/event", params={"id": "0/r", "i": first["i"]}).json()
-    assert [row[:2] for row in facts["measures"]] == [["value", 9.3], ["usual", 1.1], ["limit", 4.0]]
+    assert facts["measures"] == [["value", 9.3], ["usual", 1.1], ["limit", 4.0]]
     assert facts["losses"] == [["zh", 3.3], ["en", 2.1]]
     assert facts["documents"] == [{"source": "web", "loss": 7.5, "gid": 4242, "title": "", "text": "bad words"}]
     assert client.get("/api/event", params={"id": "0/r", "i": second["i"]}).json()["documents"] == []

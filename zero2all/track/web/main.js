@@ -12,11 +12,9 @@ import { summary } from './summary.js';
 import { drawToolbar } from './toolbar.js';
 import { language, t } from './words.js';
 
-const MARKS_EVERY = 10000; // milliseconds between looks for new spikes in a run that goes on
 
 const infos = new Map(); // run id -> what the server said about it
 const failed = new Map(); // run id -> why it could not be read
-const marksAt = new Map();
 const list = new RunList();
 const grid = new Grid((id) => infos.get(id));
 const live = new Live(onMessage, onLine);
@@ -94,7 +92,6 @@ async function showRuns() {
 
 async function marks(ids) {
 	await Promise.all(ids.filter((id) => infos.has(id)).map(async (id) => {
-		marksAt.set(id, performance.now());
 		await loadMarks(id).catch((error) => console.warn(error.message));
 	}));
 	grid.redraw(false);
@@ -192,7 +189,6 @@ async function onMessage(message) {
 			isOther ||= isNew;
 		}
 		if (isEvent) marks([id]).then(drawAfter);
-		else if (moved.has(id) && performance.now() - (marksAt.get(id) ?? 0) > MARKS_EVERY) marks([id]);
 		if (isRestart) grid.all((card) => card.runs.includes(id) && (card.need = 'all'));
 	}
 	if (isOther) grid.render();
