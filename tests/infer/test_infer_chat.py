@@ -341,27 +341,3 @@ def test_undo_and_taking_back_an_answer(run):
     assert conversation.undo() == "a"
     assert conversation.undo() is None
     assert not conversation.take_back_answer()
-
-
-def test_saved_conversation_comes_back(run, tmp_path):
-    before = Conversation(run, 80, system="Be brief.", messages=TALK[1:])
-    path = tmp_path / "chat.json"
-    before.save(path)
-    for byte_order_mark in (b"", b"\xef\xbb\xbf"):
-        path.write_bytes(byte_order_mark + path.read_bytes())
-        after = Conversation(run, 80)
-        after.load(path)
-        assert (after.system, after.messages) == (before.system, before.messages)
-    with pytest.raises(BadInputError, match="is a folder"):
-        after.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "{}", "[]", '[{"role": "user"}]', '[{"role": "king", "content": "x"}]', "[3]"]
-)
-def test_file_that_is_no_conversation_is_refused_and_nothing_changes(run, tmp_path, text):
-    (tmp_path / "bad.json").write_text(text)
-    conversation = Conversation(run, 80, messages=TALK[1:])
-    with pytest.raises(BadInputError):
-        conversation.load(tmp_path / "bad.json")
-    assert conversation.messages == TALK[1:]

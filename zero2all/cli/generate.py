@@ -200,7 +200,6 @@ def _exit_code(refused: int, total: int) -> int:
         questions and answers as its text writes them, or else in a common form; plain, your text continued as it is
         (default auto: template if the model was trained with it, frame if the form of its text is known, else plain)
     --system TEXT =                instructions for the model
-    --load FILE:path               continue a conversation that was saved with /save
     --max-new-tokens N:count =512  most tokens to generate (default 512)
     --temperature X:float>=0 =0.7  0 always takes the most likely token, 1 samples from the model's distribution
         (default 0.7)
@@ -222,8 +221,6 @@ def _chat(arguments: argparse.Namespace) -> int:
     service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
     try:
         conversation = Conversation(loaded, service.engine.max_len, arguments.frame, well_formed(arguments.system))
-        if arguments.load is not None:
-            conversation.load(arguments.load)
         stops = tuple(map(well_formed, arguments.stop))
         return Talk(service, conversation, sampling, arguments.max_new_tokens, stops).run()
     finally:
