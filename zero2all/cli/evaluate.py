@@ -51,7 +51,7 @@ group(
 
     z2a eval my-run --work my-workspace
     """,
-    {"export-tasks": "z2a eval RUN --tasks NAMES"},
+    {"fetch": "z2a eval download", "export-tasks": "z2a eval RUN --tasks NAMES"},
 )
 
 
