@@ -33,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import RESULTS, save_result
-from benchmarks.track_run import ROWS, SPIKE_STEP, write_long_run
+from benchmarks.track_run import ROWS, write_long_run
 from zero2all.common.files import read_json
 from zero2all.track import MetricsWriter
 
@@ -279,10 +279,8 @@ def worker_open(folder: Path, cache: Path) -> dict[str, Any]:
     imported, imported_cpu = time.perf_counter(), time.process_time()
     reader = reader_module.RunReader(folder, cache)
     opened, opened_cpu = time.perf_counter(), time.process_time()
-    buckets = reader.buckets("loss", smoothing=reader_module.Smoothing("ema", 50))
+    buckets = reader.buckets("loss", smoothing=50)
     bucketed = time.perf_counter()
-    spikes = reader.spikes("loss")
-    marked = time.perf_counter()
     rows = len(reader.series("loss"))
     idle_started = time.perf_counter()
     for _ in range(100):
@@ -292,11 +290,9 @@ def worker_open(folder: Path, cache: Path) -> dict[str, Any]:
         "open_seconds": opened - imported,
         "open_cpu_seconds": opened_cpu - imported_cpu,
         "buckets_seconds": bucketed - opened,
-        "spikes_seconds": marked - bucketed,
         "idle_refresh_us": 1e4 * (time.perf_counter() - idle_started),
         "rows": rows,
         "spike_in_maximum": bool(buckets.maximum.max() >= 9.5),
-        "spike_marked": [spike.step for spike in spikes] == [SPIKE_STEP],
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
 
@@ -322,8 +318,7 @@ def reader() -> dict[str, Any]:
             f"{ROWS:,} rows, {label}, {megabytes:.0f} MB: cold {cold['open_seconds']:.2f} s "
             f"({cold['open_cpu_seconds']:.2f} s of CPU), warm "
             f"{1e3 * warm['open_seconds']:.0f} ms, 2,000 smoothed buckets {1e3 * warm['buckets_seconds']:.0f} ms, "
-            f"spikes {warm['spikes_seconds']:.2f} s (in the maximum: {bool(cold['spike_in_maximum'])}, marked: "
-            f"{bool(cold['spike_marked'])}), idle refresh {warm['idle_refresh_us']:.0f} µs, "
+            f"spike in the maximum: {bool(cold['spike_in_maximum'])}, idle refresh {warm['idle_refresh_us']:.0f} µs, "
             f"peak memory {cold['peak_memory_mb']:.0f} MB"
         )
     return results

@@ -5,7 +5,7 @@
 A board is started as a process of its own, and Chromium opens its page without a window. Measured are
 
 - a run of 1 M rows with 6 values each: opened for the first time, and again; from the moment the server had read the
-  run to the painted chart; whether its one-step spike is visible and marked;
+  run to the painted chart; whether its one-step spike is visible;
 - write to pixel: from the time in a row that a live run wrote to the frame that shows it;
 - bytes and requests of a page on which nothing happens;
 - 200 runs in the list;
@@ -56,10 +56,7 @@ PAINT_TIMES = """() => {
 SPIKE = """() => {
     const {chart} = document.querySelector('[data-chart="loss"]').card;
     const highest = Math.max(...chart.lines[0].curve.high);
-    return {
-        visible: highest >= 9.5 && chart.plot.scales.y.max >= highest,
-        marked: document.querySelectorAll('[data-chart="loss"] .marker[data-kind="spike"]').length,
-    };
+    return highest >= 9.5 && chart.plot.scales.y.max >= highest;
 }"""
 FOLLOW = """() => {
     window.seen = [];
@@ -148,7 +145,6 @@ def long_run(browser: Any, root: Path) -> dict[str, Any]:
             with page_of(browser, f"{url}#runs=0/run") as page:
                 rounds.append(page.evaluate(PAINT_TIMES))
                 if number == 0:
-                    page.wait_for_selector('[data-chart="loss"] .marker[data-kind="spike"]')
                     spike = page.evaluate(SPIKE)
                 if number == ROUNDS:
                     idle = idle_bytes(page)
@@ -159,15 +155,14 @@ def long_run(browser: Any, root: Path) -> dict[str, Any]:
         "warm_navigation_to_paint_ms": statistics.median(each["painted"] for each in warm),
         "warm_data_ready_to_paint_ms": statistics.median(each["painted"] - each["ready"] for each in warm),
         "warm_request_to_paint_ms": statistics.median(each["painted"] - each["asked"] for each in warm),
-        "spike_visible": spike["visible"],
-        "spike_marks": spike["marked"],
+        "spike_visible": spike,
         "idle": idle,
     }
     print(
         f"1 M rows x 6 values: first time {figures['cold_navigation_to_paint_ms']:.0f} ms from the address to the "
         f"painted chart, of which {figures['cold_data_ready_to_paint_ms']:.0f} ms after the data was ready; again "
         f"{figures['warm_navigation_to_paint_ms']:.0f} ms, {figures['warm_data_ready_to_paint_ms']:.0f} ms after; "
-        f"spike visible: {spike['visible']}, marks: {spike['marked']}"
+        f"spike visible: {spike}"
     )
     return figures
 

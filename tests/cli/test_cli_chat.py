@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import json
 import os
 import pty
 import re
@@ -106,7 +105,6 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     typist.type("\x03", "Stopped. The text so far is kept", "\n> ")
     hold.unlink()
     typist.interrupt(program, "Press Ctrl-D or type /quit")
-    typist.type(f"/save {tmp_path}/chat.json\n", "Saved 4 messages to", "\n> ")
     typist.type("/undo\n", "Removed: I know", "\n> ")
     assert "44 of 128 tokens used by 2 messages" in typist.type("/tokens\n", "tokens used by", "\n> ")
     again = typist.type("/retry\n", "tokens/s", "\n> ")
@@ -116,11 +114,6 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     )  # in the history, /tokens stands two lines up
     typist.type("\x04")
     assert program.wait() == 0
-
-    messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant", "user", "assistant"]
-    assert messages[1]["content"] == answer[1]
-    assert messages[3]["content"].strip().startswith("that")
 
 
 @pytest.fixture
@@ -147,15 +140,14 @@ def test_input_that_is_not_utf_8_does_not_end_the_program(pipe):
     assert ended.err == ""
 
 
-def test_bytes_typed_that_are_not_utf_8_can_be_saved(talk_to, bigram, logits, tmp_path, monkeypatch, capsys):
-    lines = ["a\udcff", f"/save {tmp_path}/chat.json", "/save a\0b", "/tokens", "/quit"]
+def test_bytes_typed_that_are_not_utf_8_become_text(talk_to, bigram, logits, monkeypatch, capsys):
+    lines = ["a\udcff", "/undo", "/tokens", "/quit"]
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
     assert talk_to(bigram(logits), "plain").run() == 0
-    assert json.loads((tmp_path / "chat.json").read_text())["messages"][0]["content"] == "a\N{REPLACEMENT CHARACTER}"
     shown = capsys.readouterr().out
-    assert "was not written: " in shown
+    assert "Removed: a\N{REPLACEMENT CHARACTER}" in shown
     assert "tokens used by" in shown, "and the chat went on"
 
 
@@ -189,9 +181,6 @@ def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
         ("/system Be kind", "System message: Be kind"),
         ("/sytsem x", "There is no command /sytsem. Did you mean `system`"),
         ("/zzz", "plain, quit."),
-        ("/save", "Give the name of one file: /save chat.json"),
-        ("/save /dev/null/x", "/dev/null"),
-        ("/load no-such-file", "There is no file no-such-file"),
     ],
 )
 def test_commands_say_what_they_did_or_what_is_wrong(pipe, line, said):
@@ -199,14 +188,6 @@ def test_commands_say_what_they_did_or_what_is_wrong(pipe, line, said):
     assert ended.code == 0
     assert said in ended.err
     assert ended.out == ""
-
-
-def test_conversation_is_taken_up_again(pipe, tmp_path):
-    path = tmp_path / "my chat.json"
-    pipe(f"The capital\n/save '{path}'\n".encode(), "--max-new-tokens", "4", "--system", "Be kind")
-    ended = pipe(b"/system\n/tokens\n", "--load", path)
-    assert "System message: Be kind" in ended.err
-    assert "used by 2 messages" in ended.err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from tests.processes import Z2A, Screen
 
 SHARED = ("generate", "tiny", "--max-new-tokens", "8", "--device", "cpu")
-RANKED = "import os; os.environ.update(RANK={}, WORLD_SIZE='2'); "
 PROMPT = "The capital of France is"
 
 
@@ -170,14 +169,6 @@ def test_prompts_are_not_replaced_by_their_results(generate, lines_file):
     assert json.loads(path.read_text()) == {"prompt": "x"}
 
 
-def test_several_processes_need_a_file(generate, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes can share only files" in generate("--prompt", "x").err
-    assert "2 processes can share only files" in generate("--prompts", "-", "--out", "x.jsonl").err
-    monkeypatch.setenv("RANK", "1")
-    assert generate("--prompt", "x").err == "", "one process says it for all"
-
-
 def many(lines_file):
     lengths = [10 + 7 * number % 61 for number in range(48)]
     return lines_file(*({"prompt": f"{PROMPT} {number}", "max_new_tokens": n} for number, n in enumerate(lengths)))
@@ -196,34 +187,28 @@ Engine.step = held_step
 """
 
 
-def test_killed_command_continues_and_two_processes_share_the_work(
-    start, generate, lines_file, tmp_path, trained_workspace
-):
+def test_killed_command_continues(start, generate, lines_file, tmp_path, trained_workspace):
     path = many(lines_file)
     words = (*SHARED, "--work", trained_workspace.root, "--prompts", path, "--out")
-    part = tmp_path / "killed.jsonl.part-0"
+    part = tmp_path / "killed.jsonl.part"
     killed = start(*words, tmp_path / "killed.jsonl", code=STANDS_STILL.format(str(part)) + Z2A)
     killed.wait_until(lambda: part.exists() and part.read_bytes().count(b"\n") > 4)
     killed.signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
-    ranks = [start(*words, tmp_path / "shared.jsonl", code=RANKED.format(f"'{rank}'") + Z2A) for rank in (1, 0)]
     finished = part.read_bytes().count(b"\n") - 1
     assert not (tmp_path / "killed.jsonl").exists()
     again = generate("--prompts", path, "--out", tmp_path / "killed.jsonl")
     assert again.code == 0
     assert f"{finished} texts of 48 are already finished" in again.err
-    assert [program.wait() for program in ranks] == [0, 0]
     results = parsed((tmp_path / "killed.jsonl").read_text())
     assert [result["index"] for result in results] == list(range(48))
-    assert parsed((tmp_path / "shared.jsonl").read_text()) == results
-    assert sorted(path.name for path in tmp_path.glob("*.jsonl*")) == [
-        *("killed.jsonl", "killed.jsonl.job", "prompts.jsonl", "shared.jsonl", "shared.jsonl.job")
-    ]
+    names = sorted(path.name for path in tmp_path.glob("*.jsonl*"))
+    assert names == ["killed.jsonl", "killed.jsonl.job", "prompts.jsonl"]
 
 
 def test_other_settings_do_not_continue_a_killed_command(generate, lines_file, tmp_path):
-    (tmp_path / "out.jsonl.part-0").write_text('{"job": "another"}\n')
+    (tmp_path / "out.jsonl.part").write_text('{"job": "another"}\n')
     done = generate("--prompts", lines_file({"prompt": "x"}), "--out", tmp_path / "out.jsonl")
     assert done.code == 2
     assert "results of another job" in done.err
-    assert (tmp_path / "out.jsonl.part-0").read_text() == '{"job": "another"}\n'
+    assert (tmp_path / "out.jsonl.part").read_text() == '{"job": "another"}\n'

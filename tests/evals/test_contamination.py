@@ -31,7 +31,7 @@ from zero2all.evals.ngrams import STRETCH_CHARACTERS, run_hashes, stretches, uni
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 
-ITEMS, PLANTED = 1000, 50
+ITEMS, PLANTED, DOCUMENTS = 300, 30, 150
 WORDS = (
     *("river", "stone", "lantern", "quiet", "marble", "copper", "window", "basket"),
     *("thunder", "meadow", "silver", "anchor", "candle", "garden", "orchard"),
@@ -72,12 +72,12 @@ def as_found(question, number):
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
-    """A workspace whose corpus holds 50 of 1,000 items, and the task."""
+    """A workspace whose corpus holds 30 of 300 items, and the task."""
     rng = random.Random(7)
     items = [make_item(number, rng) for number in range(ITEMS)]
     chosen = sorted(rng.sample(range(ITEMS), PLANTED))
-    texts = [words(rng, 150) + ". " + han(rng, 60) + "。\n" + code(rng, 5) for _ in range(400)]
-    for place, number in zip(rng.sample(range(400), PLANTED), chosen, strict=True):
+    texts = [words(rng, 150) + ". " + han(rng, 60) + "。\n" + code(rng, 5) for _ in range(DOCUMENTS)]
+    for place, number in zip(rng.sample(range(DOCUMENTS), PLANTED), chosen, strict=True):
         texts[place] += "\n" + as_found(items[number].question, number) + "\n" + words(rng, 20)
     folder = tmp_path_factory.mktemp("planted")
     raw = folder / "web.jsonl"

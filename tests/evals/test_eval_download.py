@@ -72,6 +72,7 @@ def test_an_unknown_name_is_refused(tmp_path):
         download_benchmark("cmlu", tmp_path)
 
 
-def test_the_verb_of_before_is_answered(capsys):
-    assert main(["eval", "fetch", "cmmlu"]) == 2
-    assert "`z2a eval fetch` is `z2a eval download` now." in capsys.readouterr().err
+def test_the_verbs_of_before_are_answered(capsys):
+    for words, now in (("eval fetch cmmlu", "eval download"), ("eval export-tasks lm-tasks", "eval RUN --tasks NAMES")):
+        assert main(words.split()) == 2
+        assert f"is now `z2a {now}`." in capsys.readouterr().err

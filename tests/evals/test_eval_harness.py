@@ -1,73 +1,14 @@
-"""The standard harness on our engine (where lm-eval is installed), and our sets written as its tasks."""
+"""The standard harness on our engine (where lm-eval is installed)."""
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import yaml
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.evals.forms import choice, cloze
-from zero2all.evals.items import BLANK, CODE, Item, Task
-from zero2all.evals.lm_tasks import write_tasks
 from zero2all.evals.scorer import Question, continuation_log_probabilities, score_questions
 from zero2all.infer.engine import Engine
-
-ITEMS = (
-    Item("a", "The capital of France is", ("Paris", "Rome", "the sea"), 0, "Paris"),
-    Item("b", "2 + 2 =", ("5", "4", "3"), 1, "4"),
-)
-SHOTS = (Item("s", "1 + 1 =", ("2", "3", "4"), 0, "2"),)
-QUIZ = Task("my quiz", "en", ITEMS, SHOTS, ("cloze", "choice", "bits"))
-
-
-def written(folder, name):
-    config = yaml.safe_load((folder / f"{name}.yaml").read_text())
-    lines = Path(config["dataset_kwargs"]["data_files"]["test"])
-    return config, [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
-
-
-# ---- our sets as tasks -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("form", "ask"), [("cloze", cloze), ("choice", choice)])
-def test_a_written_task_asks_exactly_what_we_ask(tmp_path, form, ask):
-    write_tasks(tmp_path, [QUIZ], shots=1)
-    config, rows = written(tmp_path, f"z2a_my_quiz_{form}")
-    assert config["num_fewshot"] == 0
-    assert config["target_delimiter"] == ""
-    for row, item in zip(rows, ITEMS, strict=True):
-        (question,) = ask(item, SHOTS).questions
-        assert Question(row["prompt"], tuple(row["choices"])) == question
-        assert row["gold"] == item.gold
-
-
-def test_a_blank_has_its_choices_as_contexts_and_one_continuation(tmp_path):
-    item = Item("w", "The cup did not fit because _ was big.", ("the cup", "the bag"), 0, "the cup", shape=BLANK)
-    write_tasks(tmp_path, [Task("blanks", "en", (item,), forms=("cloze",))])
-    config, (row,) = written(tmp_path, "z2a_blanks_cloze")
-    assert row["choices"] == ["The cup did not fit because the cup", "The cup did not fit because the bag"]
-    assert (row[config["doc_to_text"]], row[config["doc_to_target"]]) == (0, " was big.")
-
-
-def test_open_answers_are_generated_and_programs_left_out(tmp_path):
-    sums = Item("n", "Three and four?", answer="7", extra={"number": 7.0})
-    program = Item("c", "def f():", answer="    pass", shape=CODE)
-    (found,) = write_tasks(tmp_path, [Task("open", "en", (sums, program), forms=("bits", "generate"))], shots=0)
-    assert (found.name, found.items, found.left_out) == ("z2a_open_generate", 1, 1)
-    config, (row,) = written(tmp_path, found.name)
-    assert row["answer"] == "7"
-    assert config["generation_kwargs"]["max_gen_toks"] > 0
-    assert config["filter_list"]
-
-
-def test_a_set_without_any_form_that_lm_eval_has_is_refused(tmp_path):
-    with pytest.raises(BadInputError, match="nothing to write"):
-        write_tasks(tmp_path, [Task("bits only", "en", ITEMS, forms=("bits",))])
-
-
-# ---- the adapter -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm-eval is installed")
@@ -120,20 +61,37 @@ def test_texts_are_written_up_to_a_stop(model):
     assert len(model.tok_encode(text, add_special_tokens=False)) <= 12
 
 
-def test_the_real_harness_runs_a_written_task_offline(model, tmp_path, monkeypatch):
+def test_the_real_harness_runs_a_task_offline(model, tmp_path, monkeypatch):
     from zero2all.evals.lm_harness import harness_lines, run_harness
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    write_tasks(tmp_path / "tasks", [QUIZ], shots=1)
-    found = run_harness(model.engine, ["z2a_my_quiz_cloze"], tmp_path / "tasks")
-    asked = [cloze(item, SHOTS).questions[0] for item in ITEMS]
+    rows = [
+        {"prompt": "The capital of France is", "choices": [" Paris", " Rome", " the sea"], "gold": 0},
+        {"prompt": "2 + 2 =", "choices": [" 5", " 4", " 3"], "gold": 1},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "quiz",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "prompt",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "target_delimiter": "",
+        "num_fewshot": 0,
+    }
+    (tmp_path / "quiz.yaml").write_text(yaml.safe_dump(task))
+    found = run_harness(model.engine, ["quiz"], tmp_path)
+    asked = [Question(row["prompt"], tuple(row["choices"])) for row in rows]
     best = [
         max(range(3), key=lambda number, each=each: each[number].logprob)
         for each in score_questions(model.engine, asked)
     ]
-    accuracy = sum(number == item.gold for number, item in zip(best, ITEMS, strict=True)) / 2
-    assert found["results"]["z2a_my_quiz_cloze"]["acc,none"] == pytest.approx(accuracy)
-    assert "z2a_my_quiz_cloze" in "\n".join(harness_lines(found))
+    accuracy = sum(number == row["gold"] for number, row in zip(best, rows, strict=True)) / 2
+    assert found["results"]["quiz"]["acc,none"] == pytest.approx(accuracy)
+    assert "quiz" in "\n".join(harness_lines(found))
 
 
 def test_a_task_that_is_not_there_is_named(model, tmp_path):

@@ -11,9 +11,14 @@ import pytest
 
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import CODE, CONTINUE, SENTENCE, Item, Task
-from zero2all.evals.judge import FormResult, ItemResult, _chosen, judge, summary, wilson
+from zero2all.evals.judge import FormResult, ItemResult, JudgeOptions, _chosen, summary, wilson
+from zero2all.evals.judge import judge as judged
 from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.engine import Engine
+
+
+def judge(engine, tasks, forms=None, **more):
+    return judged(engine, tasks, JudgeOptions(forms, **more))
 
 
 @pytest.fixture

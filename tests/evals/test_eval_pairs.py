@@ -4,13 +4,11 @@ import json
 
 import pytest
 
-from tests.conftest import CAPITALS, SENTENCES
 from zero2all.common.errors import BadInputError
 from zero2all.evals.options import OWN_PAIRS
-from zero2all.evals.probes import Compared, PairResult, compare_pairs, mean_interval, summarize_pairs
+from zero2all.evals.probes import Compared, PairResult, compare_pairs, summarize_pairs
 from zero2all.evals.question_files import Pair, read_pairs
 from zero2all.infer.engine import Engine
-from zero2all.infer.load import load_run, untrained
 
 
 def test_a_sentence_with_a_difference_is_a_pair(tmp_path):
@@ -69,24 +67,3 @@ def test_whole_sentences_are_scored_from_their_beginning(speller):
     assert found.results[0].right_logprob == pytest.approx(0.0, abs=1e-2)
     assert found.results[0].told_apart
     assert list(found.skipped) == ["2"]
-
-
-def test_more_training_tells_more_pairs_apart(trained_workspace, trained):
-    shuffled = {"zh": "{0}首都的是{1}。", "en": "The {0} is capital of {1}. "}
-    pairs = [
-        Pair(id=f"{fact}", channel=channel, kind="order", right=right, wrong=shuffled[channel].format(*fact))
-        for channel, facts in CAPITALS.items()
-        for fact in facts.items()
-        for right in [SENTENCES[channel][0].format(*fact)]
-    ]
-    models = (untrained(trained_workspace, trained.config), load_run(trained_workspace, "tiny", 15), trained)
-    before, half, after = (summarize_pairs(compare_pairs(Engine(model), pairs)) for model in models)
-    assert after["nats"] > half["nats"] > before["nats"]
-    assert after["interval"][0] > 0.5
-    assert after["accuracy"] >= half["accuracy"]
-
-
-def test_intervals_hold_the_figure_and_shrink_with_more_questions():
-    few, many = mean_interval([0.0, 1.0] * 8), mean_interval([0.0, 1.0] * 200)
-    assert few[0] < many[0] < 0.5 < many[1] < few[1]
-    assert many == pytest.approx((0.451, 0.549), abs=0.01)  # 0.5 ± 1.96 · 0.5 / √400

@@ -102,14 +102,6 @@ def test_limit_of_bytes_takes_whole_documents_and_at_least_one(trained, trained_
         assert (report["en"]["documents"], report["en"]["bytes"]) == (documents, sum(sizes[:documents]))
 
 
-def test_trained_model_needs_fewer_bits_than_an_untrained_one(trained, trained_workspace):
-    from zero2all.infer.load import untrained
-
-    before = bits_per_byte(untrained(trained_workspace, trained.config), trained_workspace.corpus, 2000)
-    after = bits_per_byte(trained, trained_workspace.corpus, 2000)
-    assert all(after[channel]["bits_per_byte"] < before[channel]["bits_per_byte"] / 2 for channel in ("zh", "en"))
-
-
 def splits_of(workspace):
     return open_valid_splits(workspace.packed, packed_sources(workspace.packed))
 

@@ -82,12 +82,6 @@ def test_probability_does_not_depend_on_what_else_is_scored(bigram, random_logit
     assert together == pytest.approx(alone, rel=1e-6)
 
 
-def test_padding_beside_longer_continuations_changes_nothing(trained):
-    short, _ = probabilities(trained, "The capital of France is", [" Paris", " Paris" + ". The answer is Rome" * 5])
-    (alone,) = probabilities(trained, "The capital of France is", [" Paris"])
-    assert short == pytest.approx(alone, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     "prompt", ["中国的首都是", "中国的首都", "答案", "The capital of France is", "The capital of Fr", "x"]
 )

@@ -10,7 +10,7 @@ import pytest
 from zero2all.common.language import in_chinese
 from zero2all.evals.judge import wilson
 from zero2all.evals.scores import Curve, Point, curves_of
-from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve, signals_json
+from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve
 
 STEPS = [100 * number for number in range(1, 13)]
 
@@ -36,8 +36,6 @@ def test_a_rising_curve_carries_signal(seed):
     assert found.verdict == SIGNAL, found
     assert found.spearman > 0.9
     assert found.signal_to_noise > 5
-    assert found.change_over_interval > 5
-    assert found.above_chance > 0.3
     assert "rises with the step" in found.reason
     assert "上升" in in_chinese(found.reason)
 
@@ -68,11 +66,6 @@ def test_falling_bits_per_byte_get_better():
     assert "worse" not in found.reason
 
 
-def test_a_curve_that_rose_and_is_saturated_carries_signal():
-    values = np.minimum(RISING * 1.8, 0.9) + wobble(2, 0.005)
-    assert judge_curve(curve(values, chance=0.25)).verdict == SIGNAL
-
-
 def test_a_constant_one_tells_no_checkpoint_from_another():
     found = judge_curve(curve([1.0] * 12, chance=0.25))
     assert (found.verdict, found.signal_to_noise) == (NOISE, 0.0)
@@ -101,7 +94,6 @@ def test_a_change_within_the_confidence_interval_is_said_and_one_of_fewer_than_f
     rising = 0.5 + 0.08 * np.arange(12) / 11
     found = judge_curve(curve(rising, half_width=0.1))
     assert found.verdict == SIGNAL
-    assert found.change_over_interval < 1
     assert "less than its confidence interval" in found.reason
     few = judge_curve(curve(rising, half_width=0.2))  # of about 24 items two changed
     assert few.verdict == NOISE
@@ -135,12 +127,6 @@ def test_a_planted_shape_is_found_in_nine_of_ten_draws(name):
     assert verdicts(np.tile(PLANTED[name], (DRAWS, 1))).count(SIGNAL) >= 0.9 * DRAWS
 
 
-def test_the_curve_that_rose_once_and_stayed_carries_signal():
-    found = judge_curve(curve(PLANTED["early plateau"], chance=0.25, half_width=0.035))
-    assert found.verdict == SIGNAL
-    assert "rises with the step (0.25 to 0.8)" in found.reason
-
-
 def test_a_curve_that_collapsed_to_chance_carries_signal_and_says_where_it_turned():
     found = judge_curve(curve(PLANTED["rise and fall"], chance=0.25, half_width=0.04))
     assert found.verdict == SIGNAL
@@ -155,12 +141,6 @@ def test_flat_noise_and_random_walks_carry_no_signal_in_nine_of_ten_draws(step, 
     exact = (judge_curve(curve(walk, half_width=0.044)).verdict for walk in walks)
     found = verdicts(walks) if is_sampled else list(exact)
     assert found.count(SIGNAL) <= 0.1 * DRAWS
-
-
-@pytest.mark.parametrize("count", [7, 8, 12])
-def test_noise_is_hardly_ever_taken_for_signal(count):
-    verdicts = [judge_curve(curve(0.5 + wobble(seed, 0.05, count))).verdict for seed in range(400)]
-    assert verdicts.count(SIGNAL) / 400 < 0.05
 
 
 def test_uneven_steps_are_no_noise():
@@ -192,9 +172,3 @@ def test_the_scores_of_reports_are_found_by_their_path_with_interval_and_chance(
     assert [point.value for point in found["tasks/quiz/cloze/5-shot/accuracy"].points] == [0.3, 0.4]
     chances = {name: curve.chance for name, curve in found.items()}
     assert list(chances.values()) == [None, None, None, 0.5, 0.25]
-
-
-def test_signals_are_plain_json():
-    (found,) = signals_json([judge_curve(curve(RISING))])
-    assert found["verdict"] == SIGNAL
-    assert all(value is None or isinstance(value, str | int | float) for value in found.values())

@@ -13,8 +13,8 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.lock import this_process
 from zero2all.evals.options import report_path, write_report
-from zero2all.evals.watch import Watcher, logged_rows
-from zero2all.track.reader import read_run
+from zero2all.evals.watch import Watcher
+from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints
 from zero2all.train.checkpoints.retention import claim_step
 
@@ -41,16 +41,11 @@ def reports(run: Path) -> list[int]:
     return sorted(read_json(path)["step"] for path in (run / "eval").glob("step-*.json"))
 
 
-def logged(run: Path) -> dict[int, int]:
-    return {step: len(rows) for step, rows in logged_rows(run).items()}
-
-
 def test_every_checkpoint_is_evaluated_at_its_step_oldest_first_and_only_once(run):
     assert watch_once(run).evaluated == [10, 20, 30]
     assert reports(run) == [10, 20, 30]
     assert watch_once(run).evaluated == []
-    assert logged(run) == {10: 1, 20: 1, 30: 1}
-    points = read_run(run).series["eval/documents/bpb/en"]
+    points = RunReader(run).series("eval/documents/bpb/en")
     assert list(points.step) == [10, 20, 30]
     assert list(points.tokens) == [1000, 2000, 3000]
 
@@ -144,15 +139,6 @@ def test_what_a_watcher_found_after_it_lost_its_claim_is_dropped(run):
     assert not report_path(run, 10).exists()
 
 
-def test_a_report_whose_watcher_was_killed_before_the_metrics_is_added_to_them_once(run):
-    write_json(report_path(run, 10), report_of(10))
-    (run / "metrics").mkdir()
-    (run / "metrics/eval-1.jsonl").write_text('{"step": 10, "values": {"eval/documents/b')  # killed within the row
-    assert watch_once(run).evaluated == [20, 30]
-    watch_once(run)
-    assert logged(run) == {10: 1, 20: 1, 30: 1}
-
-
 # ---- real processes -------------------------------------------------------------------------------------------
 
 
@@ -188,6 +174,6 @@ def test_training_beside_a_watcher_that_is_killed_and_started_again_ends_with_th
 
     assert bits(run, 30) == bits(alone, 30)
     assert reports(run) == every_step, "nothing is lost"
-    assert logged(run) == dict.fromkeys(every_step, 1), "nothing is repeated"
+    assert RunReader(run).series("eval/documents/bpb/en").step.tolist() == every_step
     assert f"{len(every_step) - len(done_before)} checkpoints evaluated" in second.text()
     assert list(claims.glob("*.json")) == []

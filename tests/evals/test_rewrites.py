@@ -13,6 +13,7 @@ from zero2all.cli import main
 from zero2all.cli.evaluate import named_tasks
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
+from zero2all.evals.judge import JudgeOptions
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
 from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
 from zero2all.evals.rewrites.measure import (
@@ -372,7 +373,7 @@ def test_a_model_that_always_says_a_has_no_gap_under_rotation(bigram, border_tok
     items = tuple(Item(str(n), f"首都{n}？", texts, n % 2, texts[n % 2], "zh") for n in range(40))
     task = Task("labels", "zh", items, forms=("choice",))
     engine = Engine(bigram(logits, max_seq_len=256))
-    (row,) = measure_rewrites(engine, [task], chosen_rewrites(["R2"]), shots=0)["labels"]["rows"]
+    (row,) = measure_rewrites(engine, [task], chosen_rewrites(["R2"]), JudgeOptions(shots=0))["labels"]["rows"]
     assert (row["original"], row["rewritten"], row["all_right"]) == (0.5, 0.5, 0.0)
     assert row["gap_interval"][0] <= 0
     assert row["gap"] < 0.1
@@ -419,9 +420,9 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
 def test_rewrites_are_asked_in_the_forms_that_were_chosen(trained):
     task = Task("capital", "en", (CAPITAL,), forms=("cloze", "choice"))
     chains = chosen_rewrites(["R1.digits", "R13"])
-    found = measure_rewrites(Engine(trained), [task], chains, shots=0, forms=["cloze"])["capital"]
+    found = measure_rewrites(Engine(trained), [task], chains, JudgeOptions(["cloze"], 0))["capital"]
     assert [(row["rewrite"], row["baseline"]) for row in found["rows"]] == [("R13", "cloze")]
-    none = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), shots=0, forms=["cloze"])
+    none = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), JudgeOptions(["cloze"], 0))
     assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": none})
 
 

@@ -270,30 +270,17 @@ def test_template_cannot_leave_its_sandbox(hf_folder):
 # ---- plain text -----------------------------------------------------------------------------------------------
 
 
-def test_frame_is_a_written_dialogue_that_ends_where_the_other_speaks(run):
-    prompt = chat_prompt(run, [*TALK[:-1], Message("user", "And of France?")], "frame")
-    lines = prompt.prompt.split("\n")
-    assert lines[0] == "Be brief."
-    assert lines[-4:] == ["Q: The capital of China?", "A: Beijing.", "Q: And of France?", "A: "]
-    assert "\nQ:" in prompt.stop
-    assert chat_prompt(run, TALK[1:2], "frame").prompt.startswith("Questions and answers.\nQ: ")
-    assert "Q: Name" not in prompt.prompt, "a model of 128 tokens has no room for many examples"
-    assert prompt.heal, "the last space is given back: after it, models have only seen tokens that begin with one"
-
-
 @pytest.mark.parametrize(
-    ("text", "speaker"),
+    ("text", "prompt"),
     [
-        ("中国的首都是哪里？", "答："),
-        ("请解释 transformer attention", "答："),
-        ("What does 你好 mean?", "A: "),
-        ("42", "A: "),
+        ("请解释 transformer attention", "问：请解释 transformer attention\n答："),
+        ("What does 你好 mean?", "Q: What does 你好 mean?\nA: "),
+        ("42", "Q: 42\nA: "),
     ],
 )
-def test_frame_speaks_the_language_of_the_last_message(run, text, speaker):
-    prompt = chat_prompt(run, [Message("user", "Hello"), Message("assistant", "你好"), Message("user", text)], "frame")
-    assert prompt.prompt.endswith(speaker)
-    assert f"\n{speaker.strip()}" in prompt.stop
+def test_a_text_whose_form_is_not_known_is_asked_in_a_common_one_in_the_language_of_the_question(run, text, prompt):
+    found = chat_prompt(run, [Message("user", "Hello"), Message("assistant", "你好"), Message("user", text)], "frame")
+    assert (found.prompt, found.stop, found.heal) == (prompt, ("\n",), True)
 
 
 def test_plain_texts_are_continued(run):
@@ -354,27 +341,3 @@ def test_undo_and_taking_back_an_answer(run):
     assert conversation.undo() == "a"
     assert conversation.undo() is None
     assert not conversation.take_back_answer()
-
-
-def test_saved_conversation_comes_back(run, tmp_path):
-    before = Conversation(run, 80, system="Be brief.", messages=TALK[1:])
-    path = tmp_path / "chat.json"
-    before.save(path)
-    for byte_order_mark in (b"", b"\xef\xbb\xbf"):
-        path.write_bytes(byte_order_mark + path.read_bytes())
-        after = Conversation(run, 80)
-        after.load(path)
-        assert (after.system, after.messages) == (before.system, before.messages)
-    with pytest.raises(BadInputError, match="is a folder"):
-        after.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "{}", "[]", '[{"role": "user"}]', '[{"role": "king", "content": "x"}]', "[3]"]
-)
-def test_file_that_is_no_conversation_is_refused_and_nothing_changes(run, tmp_path, text):
-    (tmp_path / "bad.json").write_text(text)
-    conversation = Conversation(run, 80, messages=TALK[1:])
-    with pytest.raises(BadInputError):
-        conversation.load(tmp_path / "bad.json")
-    assert conversation.messages == TALK[1:]

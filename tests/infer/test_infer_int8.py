@@ -51,21 +51,6 @@ def test_product_is_that_of_the_rounded_matrix(rows, kernel, monkeypatch):
     assert bool(((found.double() - (x.double() @ matrix.t() + bias.double())).abs() <= 2e-6 * size).all())
 
 
-def test_a_row_alone_and_among_others_gives_the_same_within_rounding():
-    weight = int8_weight(random_matrix(64, 128))
-    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
-    together = weight.project(x, None)
-    alone = torch.cat([weight.project(row.unsqueeze(0), None) for row in x])
-    size = x.abs() @ weight.widened().abs().t()
-    assert bool(((together - alone).abs() <= 2e-6 * size).all())
-
-
-def test_bfloat16_rows_come_back_in_bfloat16():
-    weight = int8_weight(random_matrix(16, 32))
-    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(4)).bfloat16()
-    assert torch.equal(weight.project(x, None), weight.project(x.float(), None).bfloat16())
-
-
 @pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True)])
 def test_a_whole_model_keeps_embedding_norms_and_experts(moe, tied):
     weights = weights_of(tiny_model(moe, tied).model)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zero2all.common.errors import BadInputError, RunLockedError, UsageError
-from zero2all.infer.batch import Results, finished, process_of
+from zero2all.infer.batch import Results, finished
 from zero2all.infer.prompts import Prompt, read_prompts
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
@@ -99,13 +99,13 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_results_come_in_the_order_of_the_prompts_and_the_parts_go(tmp_path):
+def test_results_come_in_the_order_of_the_prompts_and_the_part_goes(tmp_path):
     out = tmp_path / "deep" / "o*.jsonl"
     with Results(out, "job") as results:
         for index in (2, 0, 1):
             results.add({"index": index, "text": f"{index}中"})
         results.add({"index": 1, "sample": 1, "error": "too long"})
-        assert results.join([(0, 0), (1, 0), (1, 1), (2, 0)], wait=False) == 1
+        assert results.join([(0, 0), (1, 0), (1, 1), (2, 0)]) == 1
     assert [(line["index"], line.get("sample", 0)) for line in lines_of(out)] == [(0, 0), (1, 0), (1, 1), (2, 0)]
     assert sorted(path.name for path in out.parent.iterdir()) == ["o*.jsonl", "o*.jsonl.job"]
 
@@ -115,51 +115,38 @@ def test_finished_results_are_known_and_never_replaced_by_others(tmp_path):
     assert finished(out, "one") is None
     with Results(out, "one") as results:
         results.add({"index": 0, "error": "too long"})
-        results.join([(0, 0)], wait=False)
+        results.join([(0, 0)])
     assert finished(out, "one") == 1
     with pytest.raises(UsageError, match=r"exists already.*Choose another name, or delete it"):
         finished(out, "two")
     out.write_text("mine")
     with pytest.raises(UsageError, match="or it was changed"):
         finished(out, "one")
-    (tmp_path / "o.jsonl.part-0").write_text('{"job": "one"}\n')  # killed while the parts were joined
+    (tmp_path / "o.jsonl.part").write_text('{"job": "one"}\n')  # killed before the part was removed
     assert finished(out, "one") is None
 
 
 def test_what_a_killed_process_finished_is_known_and_its_half_line_is_not(tmp_path):
     out = tmp_path / "o.jsonl"
-    with Results(out, "job", rank=0) as first, Results(out, "job", rank=1) as second:
-        first.add({"index": 0})
-        second.add({"index": 1})
-    part = tmp_path / "o.jsonl.part-0"
+    with Results(out, "job") as results:
+        results.add({"index": 0})
+        results.add({"index": 1})
+    part = tmp_path / "o.jsonl.part"
     part.write_bytes(part.read_bytes() + b'{"index": 2, "te')
-    with Results(out, "job") as results:  # one process now goes on for both
+    with Results(out, "job") as results:
         assert set(results.done) == {(0, 0), (1, 0)}
         results.add({"index": 2})
-        results.join([(0, 0), (1, 0), (2, 0)], wait=False)
+        results.join([(0, 0), (1, 0), (2, 0)])
     assert lines_of(out) == [{"index": 0}, {"index": 1}, {"index": 2}]
 
 
 def test_results_of_another_job_are_not_mixed_in(tmp_path):
-    with Results(tmp_path / "o.jsonl", "one", rank=3) as results:
+    with Results(tmp_path / "o.jsonl", "one") as results:
         results.add({"index": 0})
-    with pytest.raises(UsageError, match=r"part-3 holds results of another job .*delete the file"):
+    with pytest.raises(UsageError, match=r"part holds results of another job .*delete the file"):
         Results(tmp_path / "o.jsonl", "two")
 
 
 def test_two_commands_cannot_write_the_same_part(tmp_path):
     with Results(tmp_path / "o.jsonl", "job"), pytest.raises(RunLockedError, match="Another process is writing"):
         Results(tmp_path / "o.jsonl", "job")
-
-
-@pytest.mark.parametrize(("rank", "size", "found"), [(None, None, (0, 1)), ("1", "4", (1, 4)), ("4", "4", None)])
-def test_the_launcher_says_which_process_this_is(monkeypatch, rank, size, found):
-    for name, value in (("RANK", rank), ("WORLD_SIZE", size)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    if found is None:
-        with pytest.raises(UsageError, match="do not fit together"):
-            process_of()
-    else:
-        assert process_of() == found

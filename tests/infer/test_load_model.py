@@ -15,7 +15,7 @@ from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import Workspace
 from zero2all.exchange import export_run, import_folder
 from zero2all.infer import load
-from zero2all.infer.load import LoadedModel, empty_model, load_model, load_run
+from zero2all.infer.load import LoadedModel, empty_model, load_model
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.parallel.parameter_table import init_weights
 
@@ -68,10 +68,6 @@ def test_every_source_gives_the_weights_that_were_trained(trained, trained_works
     assert loaded.folder == (run.resolve() if is_run else exported)
     assert (loaded.config == trained.config) if is_run else loaded.config is None
     assert loaded.window == (64 if is_run else 128)  # what it was trained with, or made for
-
-
-def test_an_older_step_is_loaded_on_request(trained_workspace):
-    assert same_weights(load_model("tiny", trained_workspace, step=15), load_run(trained_workspace, "tiny", 15))
 
 
 @pytest.mark.parametrize("is_run", [True, False])

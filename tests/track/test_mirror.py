@@ -94,17 +94,17 @@ def rows(count: int, first: int = 0) -> bytes:
 # ---- what is copied ----
 
 
-def test_metrics_config_anneal_and_media_of_every_run_are_copied_and_nothing_else(mirror_of, tmp_path):
+def test_metrics_config_and_anneal_of_every_run_are_copied_and_nothing_else(mirror_of, tmp_path):
     far = tmp_path / "far"
     put(far / "a" / "metrics" / "train-1.jsonl", rows(100))
     put(far / "a" / "metrics" / "eval-12.jsonl", rows(3))
     put(far / "a" / "config.yaml", b"name: a\n")
     put(far / "a" / "anneal.json", b'{"from_step": 90, "steps": 20}')
     put(far / "中文 run" / "metrics" / "train-1.jsonl", rows(5))
-    put(far / "中文 run" / "media" / "sample" / "1.png", bytes(range(256)))
     wanted = content(far)
     put(far / "a" / "checkpoints" / "step-1" / "model.safetensors", b"large")
     put(far / "a" / "metrics" / "notes.txt", b"?")
+    put(far / "a" / "media" / "sample.png", b"?")
     put(far / "a" / "metrics" / "deeper" / "train-1.jsonl", b"?")
     mirror = synced(mirror_of(far))
     assert content(mirror.folder) == wanted
@@ -130,14 +130,6 @@ def test_a_run_reached_through_a_link_is_copied(mirror_of, tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "linked").symlink_to(tmp_path / "scratch" / "a")
     assert content(synced(mirror_of(tmp_path / "far")).folder) == {"linked/metrics/train-1.jsonl": rows(10)}
-
-
-def test_several_hosts_at_once_share_nothing(mirror_of, tmp_path):
-    for name in ("one", "two"):
-        put(tmp_path / name / name / "metrics" / "train-1.jsonl", rows(len(name)))
-    first, second = mirror_of(tmp_path / "one"), mirror_of(tmp_path / "two")
-    assert list(content(synced(first).folder)) == ["one/metrics/train-1.jsonl"]
-    assert list(content(synced(second).folder)) == ["two/metrics/train-1.jsonl"]
 
 
 # ---- live ----
@@ -191,14 +183,6 @@ def test_a_metrics_file_that_is_another_one_is_fetched_anew(mirror_of, tmp_path,
     wait_for(lambda: here.read_bytes() == fresh, why=lambda: mirror.state)
     append(path, b"more\n")
     wait_for(lambda: here.read_bytes() == fresh + b"more\n", why=lambda: mirror.state)
-
-
-def test_a_config_written_anew_is_replaced_whole(mirror_of, tmp_path):
-    put(tmp_path / "far" / "a" / "config.yaml", b"lr: 1\n")
-    mirror = synced(mirror_of(tmp_path / "far"))
-    put(tmp_path / "fresh", b"lr: 2\n")
-    (tmp_path / "fresh").replace(tmp_path / "far" / "a" / "config.yaml")
-    wait_for(lambda: (mirror.folder / "a" / "config.yaml").read_bytes() == b"lr: 2\n")
 
 
 def test_an_anneal_that_begins_moves_the_end_of_the_run_here_too(mirror_of, tmp_path):
@@ -326,13 +310,11 @@ def test_names_with_shell_code_options_and_line_breaks_run_nothing_and_escape_no
         b"./a/metrics/../../../x-1.jsonl",
         b"/etc/metrics/train-1.jsonl",
         b"../a/metrics/train-1.jsonl",
-        b"./a/media/../../../x",
-        b"./a/media/b/../../../../../x",
         b"./a//train-1.jsonl",
         b"./a/metrics/tr\x00ain-1.jsonl",
         b"./a/metrics/tr\x1bain-1.jsonl",
         b"./a/metrics/tr\xffain-1.jsonl",
-        b"./a/media/1/2/3/4/5",
+        b"./a/media/1.png",
         b"./" + b"x" * 300 + b"/config.yaml",
         b"./config.yaml",
     ],

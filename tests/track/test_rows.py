@@ -30,29 +30,6 @@ def test_every_double_comes_back_to_the_last_bit():
     assert block.metrics["a"][1].tolist() == [float(number) for number in numbers]
 
 
-def test_several_shapes_in_turn_keep_the_order_of_the_lines():
-    lines = []
-    for step in range(2000):
-        lines.append(row(step, {"loss": step / 7, "lr": 1e-3}))
-        if step % 3 == 0:
-            lines.append(row(step, {"lr": 2.0, "loss": step / 3}))  # as many commas, but other places
-        if step % 50 == 0:
-            lines.append(row(step, {"eval/a": 1.0, "eval/b": step, "eval/c": 3.0}))
-        if step % 100 == 0:
-            lines.append(jsonio.dumps_line({"step": step, "time": 1.0, "kind": "checkpoint", "data": {"n": 1}})[:-1])
-    block = parsed(lines)
-    assert block.metrics["eval/b"][1].tolist() == list(range(0, 2000, 50))
-    assert len(block.events) == 20
-
-
-def test_metrics_in_another_order_with_as_many_commas_are_not_confused():
-    lines = [row(step, {"a": 1.0, "b": 2.0, "c": 3.0}) for step in range(50)]
-    lines[20] = row(20, {"a": 1.0, "c": 3.0, "b": 2.0})
-    lines[21] = b'{"step":21,"time":1.5,"tokens":7,"values":{"a":1.0,"c":8.0,"c":3.0}}'
-    block = parsed(lines)
-    assert set(block.metrics["b"][1].tolist()) == {2.0}
-
-
 @pytest.mark.parametrize(
     "value",
     ["NaN", "Infinity", "-Infinity", "text", "1.5", None, True, False, [1], {"x": 1}, [], {}, [1, 2], 2**63, 2**64 - 1],
@@ -66,14 +43,6 @@ def test_values_that_are_no_plain_numbers_are_treated_the_same_way(value, every)
     odd = len(range(0, 100, every))
     assert block.skipped_values == (0 if is_number else odd)
     assert len(block.metrics["odd"][1] if "odd" in block.metrics else ()) == 100 - block.skipped_values
-
-
-@pytest.mark.parametrize(
-    "name", ['quo"te', "back\\slash", "new\nline", "com,ma", "col:on", "{brace}", "中文/指标", "", "a" * 5000]
-)
-def test_any_name_of_a_metric_survives(name):
-    lines = [row(step, {"x": 1.0, name: step / 3, "z": 2.0}) for step in range(60)]
-    assert parsed(lines).metrics[name][1].tolist() == [step / 3 for step in range(60)]
 
 
 @pytest.mark.parametrize("rows_before", [3, 60])

@@ -183,14 +183,6 @@ def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
     assert all(each.status.last_step == 1999 for each in found)
 
 
-def test_the_last_loss_is_found_behind_a_long_text(tmp_path):
-    with MetricsWriter(tmp_path / "run") as run:
-        run.log({"loss": 1.5}, step=3)
-        run.text("sample", "x" * 90_000, step=3)
-    (listing,) = find_runs([tmp_path])
-    assert (listing.last_loss, listing.status.last_step, listing.status.state) == (1.5, 3, "finished")
-
-
 def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(tmp_path):
     (tmp_path / "run/metrics").mkdir(parents=True)
     row = '{"step":%d,"time":5.0,"tokens":1,"values":{"loss":2.5}}\n'

@@ -45,11 +45,14 @@ share(
     """,
     "QUESTIONS",
 )
-group("""
+group(
+    """
     eval: evaluate a run: bits per byte, probes, contrast pairs, benchmarks (`z2a eval RUN` is `z2a eval run RUN`)
 
     z2a eval my-run --work my-workspace
-    """)
+    """,
+    {"fetch": "z2a eval download", "export-tasks": "z2a eval RUN --tasks NAMES"},
+)
 
 
 def _steps(text: str) -> Callable[[int], bool]:
@@ -155,12 +158,10 @@ def _name_unread(options: EvalOptions) -> None:
 
 
 def _overview(run: Path) -> list[str]:
-    """Write the page of all evaluations of a run; returns lines with the verdicts on its curves and the page's path."""
-    from zero2all.evals.evaluation_page import write_page
-    from zero2all.evals.signal import signal_lines
+    """Write the verdicts on the curves of a run beside its reports; returns them as lines."""
+    from zero2all.evals.signal import signal_lines, write_signals
 
-    page, signals = write_page(run)
-    return [*signal_lines(signals), "", t(f"page: {page}")]
+    return signal_lines(write_signals(run))
 
 
 def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalOptions) -> None:
@@ -176,9 +177,9 @@ def _run_all(arguments: argparse.Namespace, workspace: Workspace, options: EvalO
 
 
 def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str | None) -> Watcher:
-    from zero2all.evals.evaluation_page import write_page
     from zero2all.evals.options import kept_report
     from zero2all.evals.report import judge_checkpoint
+    from zero2all.evals.signal import write_signals
     from zero2all.evals.watch import Watcher
     from zero2all.infer.load import load_model
     from zero2all.train.saved_config import load_run_config
@@ -192,7 +193,7 @@ def _watcher(name: str, workspace: Workspace, options: EvalOptions, device: str 
 
     watcher = Watcher(run, evaluate, say=say)
     watcher.is_done = lambda step: kept_report(run, step, options) is not None
-    watcher.on_report = lambda _: write_page(run)
+    watcher.on_report = lambda _: write_signals(run)
     return watcher
 
 
@@ -278,7 +279,7 @@ def _contamination(arguments: argparse.Namespace) -> None:
     --shots N:int>=0      examples in a prompt (default: as the task says)
     --limit N:int>=1      only the first N items of each task
 
-    z2a eval harness my-run --work my-workspace --tasks z2a_my_questions_cloze --include lm-tasks
+    z2a eval harness my-run --work my-workspace --tasks arc_easy,hellaswag --limit 500
     """)
 def _harness(arguments: argparse.Namespace) -> None:
     from zero2all.evals.lm_harness import harness_lines, require_lm_eval, run_harness
@@ -300,29 +301,6 @@ def _harness(arguments: argparse.Namespace) -> None:
         path = report_path(loaded.folder, loaded.step, "harness-")
         write_report(path, report, say)
         tell(f"written to {path}")
-
-
-@verb("""
-    eval export-tasks: write benchmarks, or a set of your own, as tasks of lm-eval: YAML and JSON lines
-
-    folder DIR:path           folder to write to
-    --data
-    --tasks NAMES:names =all  which ones (default: all)
-    --shots N:int>=0          examples in a prompt (default: as the set says)
-    --limit N:int>=1          only the first N items of each
-
-    z2a eval export-tasks lm-tasks --data eval-data --tasks cmmlu,my-questions
-    """)
-def _export(arguments: argparse.Namespace) -> None:
-    from zero2all.evals.lm_tasks import write_tasks
-    from zero2all.evals.tasks.list import read_tasks
-
-    for each in write_tasks(
-        arguments.folder, read_tasks(arguments.data, arguments.tasks), shots=arguments.shots, limit=arguments.limit
-    ):
-        left_out = t(f", {each.left_out:,} left out (no such form in lm-eval)") if each.left_out else ""
-        tell(f"{each.name}: {each.items:,} items{left_out}")
-    tell(f"run them with: z2a eval harness RUN --include {arguments.folder} --tasks NAME")
 
 
 def names(text: str) -> tuple[str, ...]:

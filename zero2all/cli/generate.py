@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import verb, workspace_of, workspaces_below
-from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, progress, say, tell, terminal_safe
 
@@ -46,27 +46,19 @@ SHORTEST_TOKEN = 16
     z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl
     """)
 def _generate(arguments: argparse.Namespace) -> int | None:
-    from zero2all.infer.batch import process_of
     from zero2all.infer.engine import EngineSettings
     from zero2all.infer.service import Service
 
-    rank, processes = process_of()
-    try:
-        if processes > 1 and (arguments.out is None or arguments.prompts == "-"):
-            raise UsageError(f"{processes} processes can share only files. Give both --prompts FILE and --out FILE.")
-        if arguments.out is not None and str(arguments.out) == "-":
-            raise UsageError("--out needs the name of a file. Without --out the results go to standard output.")
-        prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
-        if rank == 0:
-            _note_useless_draws(prompts)
-        loaded = _load(arguments)
-    except UserError as error:
-        raise for_all_ranks(error) from error.__cause__
+    if arguments.out is not None and str(arguments.out) == "-":
+        raise UsageError("--out needs the name of a file. Without --out the results go to standard output.")
+    prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
+    _note_useless_draws(prompts)
+    loaded = _load(arguments)
     at_once = 1 if sum(prompt.n for prompt in prompts) == 1 else None
     service = Service(loaded, EngineSettings(at_once, int8=arguments.int8, owns_model=True))
     try:
         if arguments.out is not None:
-            return _to_file(arguments, service, prompts, rank, processes)
+            return _to_file(arguments, service, prompts)
         if arguments.prompts is not None or arguments.logprobs is not None:
             return _as_json(service, prompts)
         _as_text(service, prompts)
@@ -115,16 +107,16 @@ def _note_useless_draws(prompts: list[Prompt]) -> None:
 
 def _as_text(service: Service, prompts: list[Prompt]) -> None:
     """Each prompt with its continuation, as it is written."""
-    from zero2all.infer.batch import streams_of, tasks_of
+    from zero2all.infer.batch import tasks_of
 
     on_terminal = sys.stdout.isatty()
 
     def show(text: str) -> None:
         print(terminal_safe(text, keep=TEXT_MARKS) if on_terminal else text, end="", flush=True)
 
-    for number, (task, pieces) in enumerate(streams_of(service, tasks_of(prompts))):
+    for number, task in enumerate(tasks_of(prompts)):
         show(f"{chr(10) * 2 if number else ''}{task.request.prompt}")
-        for piece in pieces:
+        for piece in service.stream(task.request):
             show(piece.text)
             if piece.finish == "error":
                 raise BadInputError(piece.error)
@@ -150,27 +142,21 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
     return _exit_code(refused, len(tasks))
 
 
-def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt], rank: int, processes: int) -> int:
+def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt]) -> int:
     """The results in a file; what was finished before is not done again."""
     from zero2all.infer.batch import Results, finished, tasks_of
 
     tasks, job = tasks_of(prompts), _job(service.loaded, prompts, arguments)
     if (refused_before := finished(arguments.out, job)) is not None:
-        if rank == 0:
-            say(f"{arguments.out} is already finished, so nothing was done. Delete it to generate it again.")
-        return _exit_code(refused_before, len(tasks)) if rank == 0 else 0
-    own = [task for task in tasks if task.index % processes == rank]
-    with Results(arguments.out, job, rank) as results:
-        left = [task for task in own if task.key not in results.done]
-        if len(left) < len(own):
-            say(f"{counted(len(own) - len(left), 'text')} of {len(own):,} are already finished")
-        for result in _with_bar(service, left, len(own), quiet=rank > 0):
+        say(f"{arguments.out} is already finished, so nothing was done. Delete it to generate it again.")
+        return _exit_code(refused_before, len(tasks))
+    with Results(arguments.out, job) as results:
+        left = [task for task in tasks if task.key not in results.done]
+        if len(left) < len(tasks):
+            say(f"{counted(len(tasks) - len(left), 'text')} of {len(tasks):,} are already finished")
+        for result in _with_bar(service, left, len(tasks)):
             results.add(result)
-        if rank > 0:
-            return 0
-        if processes > 1:
-            say("waiting for the other processes")
-        refused = results.join([task.key for task in tasks], wait=processes > 1)
+        refused = results.join([task.key for task in tasks])
     say(f"{counted(len(tasks), 'text')} in {arguments.out}")
     return _exit_code(refused, len(tasks))
 
@@ -214,7 +200,6 @@ def _exit_code(refused: int, total: int) -> int:
         questions and answers as its text writes them, or else in a common form; plain, your text continued as it is
         (default auto: template if the model was trained with it, frame if the form of its text is known, else plain)
     --system TEXT =                instructions for the model
-    --load FILE:path               continue a conversation that was saved with /save
     --max-new-tokens N:count =512  most tokens to generate (default 512)
     --temperature X:float>=0 =0.7  0 always takes the most likely token, 1 samples from the model's distribution
         (default 0.7)
@@ -236,8 +221,6 @@ def _chat(arguments: argparse.Namespace) -> int:
     service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
     try:
         conversation = Conversation(loaded, service.engine.max_len, arguments.frame, well_formed(arguments.system))
-        if arguments.load is not None:
-            conversation.load(arguments.load)
         stops = tuple(map(well_formed, arguments.stop))
         return Talk(service, conversation, sampling, arguments.max_new_tokens, stops).run()
     finally:

@@ -243,10 +243,9 @@ def with_verb(words: list[str]) -> list[str]:
     first = "".join(words[:1])
     if first not in RUN_IMPLIED:
         return words
-    if words[:2] == ["eval", "fetch"]:
-        raise UsageError("`z2a eval fetch` is `z2a eval download` now.")
     import_module(f"zero2all.cli.{MODULES[first]}")
     known = {"-h", "--help", *(each.words[-1] for each in DECLARED[first] if each.handler)}
+    known |= {name for each in DECLARED[first] for name in each.renamed or ()}
     return words if words[1:2] and words[1] in known else [first, "run", *words[1:]]
 
 

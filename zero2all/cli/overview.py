@@ -135,7 +135,7 @@ def next_commands(work: Path, flag: str, there: list[str], runs: list[Run]) -> l
 def _after_training(work: Path, flag: str, runs: list[Run]) -> list[str]:
     newest = min(runs, key=lambda run: float("inf") if run.seconds_ago is None else run.seconds_ago)
     name = "" if len(runs) == 1 else f" {shlex.quote(newest.name)}"
-    if newest.state in ("running", "silent"):
+    if newest.state in ("running", "stalled"):
         return [f"z2a watch{name}{flag}", _board(work)]
     if newest.state == "finished":
         return [f"z2a eval{name}{flag}", f"z2a chat{name}{flag}", _board(work)]

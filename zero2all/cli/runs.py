@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 
     from zero2all.config import RunConfig
     from zero2all.track.mirror import Mirror
-    from zero2all.track.status import RunStatus
     from zero2all.train.guards.documents import SampleText
 
 NAMED_RUNS = 10
-LOCK_NAME = "lock"
-"""Empty once the process that trains has let go of the run."""
 RUN_HELP = (
     "name of a run in the workspace, a run's folder, or ssh://[user@]host[:port]/path/to/run (default: the one run of "
     "the workspace)"
@@ -121,7 +118,7 @@ class Run:
 
     name: str
     state: str
-    """new, running, silent, stopped, finished or failed."""
+    """As `track.status` judges it, and the board shows it."""
     step: int | None
     steps: int | None
     """The step the run ends with."""
@@ -143,30 +140,13 @@ def run_folders(runs: Path) -> list[Path]:
 
 
 def look_at_run(folder: Path) -> Run:
-    """How a run stands, from its lock and the head and tail of its metrics."""
+    """How a run stands, from the head and tail of its metrics."""
     from zero2all.track.listing import last_value, read_status
 
     status, loss = read_status(folder)
     held_out = last_value(folder, "eval/valid/loss")
     ago = None if status.last_time is None else max(0.0, time.time() - status.last_time)
-    state, message = _state(folder, status), status.message
-    return Run(folder.name, state, status.last_step, status.total_steps, loss, held_out, ago, message)
-
-
-def _state(folder: Path, status: RunStatus) -> str:
-    if status.state == "finished":
-        is_whole = status.total_steps is None or (status.last_step or 0) >= status.total_steps
-        return "finished" if is_whole else "stopped"
-    if status.state == "stalled":
-        return "silent" if _is_locked(folder) else "stopped"
-    return {"crashed": "failed", "unknown": "new"}.get(status.state, status.state)
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        return (folder / LOCK_NAME).stat().st_size > 0
-    except OSError:
-        return False
+    return Run(folder.name, status.state, status.last_step, status.total_steps, loss, held_out, ago, status.message)
 
 
 def human_age(seconds: float) -> str:
@@ -209,7 +189,7 @@ def _runs(arguments: argparse.Namespace) -> None:
         rows.append([run.name, t(run.state), *counts, *losses, human_bytes(size), age])
     print_table(rows)
     for run, _ in runs:
-        if run.message and run.state in ("failed", "silent"):
+        if run.message and run.state in ("crashed", "stalled"):
             print(f"{run.name}: {t(run.message)}")
 
 

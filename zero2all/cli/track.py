@@ -1,5 +1,5 @@
 """`z2a board`, `watch` and `plot`: runs in the browser, their time, in the terminal and as pictures; `z2a
-track import` and `export`: other trackers."""
+track export`: for other programs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from zero2all.cli.runs import OpenRun, open_run
-from zero2all.cli.verb import default_work, group, verb, workspace_of
+from zero2all.cli.runs import open_run
+from zero2all.cli.verb import default_work, group, verb
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
@@ -17,105 +17,57 @@ from zero2all.common.progress import counted, tell
 
 if TYPE_CHECKING:
     from zero2all.track.goodput import Goodput
-    from zero2all.track.smoothing import Smoothing
 
 FORMATS = ("png", "svg", "pdf")
-KINDS = ("tensorboard", "wandb", "csv")
+KINDS = ("tensorboard", "csv")
 BAR_COLUMNS = 40
 BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-group("""
-    track: import metrics from TensorBoard; export them to TensorBoard, wandb or CSV
+group(
+    """
+    track: copy the metrics of a run to TensorBoard's files or a CSV
 
     z2a track export my-run --work my-workspace --to tensorboard tb --follow
-    """)
+    """,
+    {"import": "tensorboard --logdir FOLDER"},
+)
 
 
 @verb("""
-    track import: make runs from TensorBoard's event files
-
-    source FOLDER:path    folder with event files, also in its subfolders
-    --work
-    --name! NAME          name of the new run
-    --rename* TAG=METRIC  rename a tag; can be repeated
-    --tokens-tag TAG      the tag that holds the tokens seen so far
-
-    z2a track import logs/experiment --name old --work my-workspace --rename train/loss=loss
-    """)
-def _import(arguments: argparse.Namespace) -> None:
-    from zero2all.track.tensorboard import describe, import_tensorboard
-
-    rename = {}
-    for word in arguments.rename:
-        tag, equals, metric = word.partition("=")
-        if not (tag and equals and metric):
-            raise UsageError(f"--rename {word} is not understood: write TAG=METRIC, for example train/loss=loss.")
-        rename[tag] = metric
-    runs = workspace_of(arguments, create=True).runs
-    for done in import_tensorboard(arguments.source, runs, arguments.name, rename, arguments.tokens_tag):
-        counts = {"file": done.files, "row": done.rows, "value": done.values, "text": done.texts}
-        print(f"{done.folder}: {', '.join(t(counted(count, noun)) for noun, count in counts.items())}")
-        for sentence in describe(done.damage):
-            tell(f"  left out: {sentence}")
-
-
-@verb("""
-    track export: send a run to another tracker, from a separate process that does not slow training
+    track export: copy a run to another format, from a separate process that does not slow training
 
     ANY_RUN
-    --to+! KIND     tensorboard FOLDER, csv FILE, or wandb (with --project)
-    --project NAME  project on wandb
-    --name NAME     name of the run on wandb (default: its own)
+    --to+! KIND     tensorboard FOLDER or csv FILE
     --metric* NAME  column of the CSV; can be repeated
     --follow        keep sending until the run ends
 
-    z2a track export my-run --work my-workspace --to wandb --project my-project --follow
+    z2a track export my-run --work my-workspace --to tensorboard tb --follow
     """)
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.common.workspace import require_output
+    from zero2all.track.export import EventFolder, export, export_csv
 
     kind, *place = arguments.to
+    if kind == "wandb":
+        raise UsageError("wandb reads TensorBoard's files: use `--to tensorboard FOLDER`, then `wandb sync FOLDER`.")
     if kind not in KINDS:
         raise UsageError(f"--to {kind} is unknown. Use one of: {', '.join(KINDS)}.")
-    if kind == "wandb":
-        if place or not arguments.project:
-            raise UsageError("For wandb give the project, and no path: --to wandb --project NAME.")
-    elif len(place) != 1:
+    if len(place) != 1:
         raise UsageError(f"--to {kind} needs one path to write to.")
     if kind == "csv" and arguments.follow:
         raise UsageError("A CSV is written whole, so it cannot be followed. Leave out --follow.")
-    if place:
-        require_output(Path(place[0]), f"--to {kind}", is_folder=kind == "tensorboard")
+    target = Path(place[0])
+    require_output(target, f"--to {kind}", is_folder=kind == "tensorboard")
     with open_run(arguments.run, arguments) as run:
         if kind == "csv":
-            from zero2all.track.sinks import export_csv
-
-            rows = export_csv(run.folder, Path(place[0]), arguments.metric or None)
-            print(f"{place[0]}: {t(counted(rows, 'step'))}")
-        else:
-            _send(run, arguments, Path(place[0]) if place else None)
-
-
-def _send(run: OpenRun, arguments: argparse.Namespace, folder: Path | None) -> None:
-    import hashlib
-
-    from zero2all.track.columns import user_cache
-    from zero2all.track.sinks import Sink, TensorboardSink, WandbSink, export
-
-    sink: Sink
-    if folder is not None:
-        sink = TensorboardSink(folder)
-        target = str(folder)
-    else:
-        key = hashlib.sha256(f"{arguments.project} {run.folder.resolve()}".encode()).hexdigest()[:16]
-        state = user_cache("wandb") / f"{key}.json"
-        sink = WandbSink(arguments.project, run.folder, state, arguments.name)
-        target = f"wandb project {arguments.project}"
-    sent = export(run.folder, sink, arguments.follow)
-    tell(f"{target}: {counted(sent.rows, 'row')} sent")
-    if sent.skipped_lines:
-        tell(f"  left out: {sent.skipped_lines:,} unreadable lines")
+            rows = export_csv(run.folder, target, arguments.metric or None)
+            print(f"{target}: {t(counted(rows, 'step'))}")
+            return
+        sent = export(run.folder, EventFolder(target), arguments.follow)
+        tell(f"{target}: {counted(sent.rows, 'row')} sent")
+        if sent.skipped_lines:
+            tell(f"  left out: {sent.skipped_lines:,} unreadable lines")
 
 
 @verb("""
@@ -155,8 +107,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     --pdf FILE:out                     PDF to write
     --metric* NAME                     plot this metric; can be repeated
     --x step|tokens|time|flops =step   x axis (default: step)
-    --smoothing HOW =auto              auto (default), none, or a kind and its width in rows: ema:20, window:50,
-        gaussian:5, median:9
+    --smoothing HOW =auto              auto (default), none, or ema:20, an exponential mean over 20 rows to both sides
     --log                              logarithmic y axis
     --title TITLE                      heading (default: the name of the run)
     --width INCHES:float>=2..60 =11.5  width of the picture (default: 11.5)
@@ -196,7 +147,7 @@ def _plot(arguments: argparse.Namespace) -> None:
             print(target)
 
 
-def _smoothing(text: str) -> Smoothing | Literal["auto"] | None:
+def _smoothing(text: str) -> float | Literal["auto"] | None:
     from zero2all.track.smoothing import parse_smoothing
 
     try:

@@ -1,6 +1,6 @@
 """Benchmarks asked of a model: accuracy, accuracy above chance with its interval, bits per byte of the right answer.
 
-    results = judge(engine, read_tasks(folder, ["cmmlu", "piqa"]), limit=500)
+    results = judge(engine, read_tasks(folder, ["cmmlu", "piqa"]), JudgeOptions(limit=500))
     summary(results)  # one number for English, one for Chinese
 
 An item that cannot be asked (longer than the context, …) is counted by its reason and named; the rest is scored.
@@ -106,29 +106,32 @@ class FormResult:
         return (accuracy - self.chance) / (1 - self.chance)
 
 
-def judge(
-    engine: Engine,
-    tasks: Sequence[Task],
-    forms: Sequence[str] | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    *,
-    seed: int = 0,
-    labels: str = LABELS,
-    run_code: bool = False,
-) -> list[FormResult]:
-    """Ask every task in every form that fits it (of `forms`, if given).
+@dataclass(frozen=True)
+class JudgeOptions:
+    """How benchmarks are asked."""
 
-    `shots`: examples before an item (None: as is usual for the task). `limit`: at most so many items of a task, the
-    same ones for the same seed. `run_code`: programs that the model writes are run (see `sandbox` for what protects
-    the machine); otherwise their items are counted as skipped.
-    """
-    check_forms(forms)
+    forms: Sequence[str] | None = None
+    """Of those that fit a task; None: all."""
+    shots: int | None = None
+    """Examples before an item; None: as is usual for the task."""
+    limit: int | None = None
+    """At most so many items of a task, the same ones for the same seed."""
+    run_code: bool = False
+    """Programs that the model writes are run (see `sandbox` for what protects the machine); otherwise their items are
+    counted as skipped."""
+    seed: int = 0
+    labels: str = LABELS
+
+
+def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = None) -> list[FormResult]:
+    """Ask every task in every form that fits it."""
+    options = options or JudgeOptions()
+    check_forms(options.forms)
     results = []
     for task in tasks:
-        asking = _Asking(engine, task, shots, limit, seed, labels, run_code)
+        asking = _Asking(engine, task, options)
         for form in FORMS:
-            if form in task.forms and (forms is None or form in forms):
+            if form in task.forms and (options.forms is None or form in options.forms):
                 results += asking.ask(form)
     return results
 
@@ -199,13 +202,12 @@ def limited(task: str, items: Sequence[Item], limit: int | None, seed: int) -> l
 class _Asking:
     """One task, asked of one model."""
 
-    def __init__(
-        self, engine: Engine, task: Task, shots: int | None, limit: int | None, seed: int, labels: str, run_code: bool
-    ) -> None:
-        self.engine, self.task, self.labels, self.run_code = engine, task, labels, run_code
-        self.count = min(task.default_shots if shots is None else shots, len(task.shots))
-        items = limited(task.name, task.items, limit, seed)
-        shots_of = ways.Shots(task, self.count, seed).of
+    def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
+        self.engine, self.task = engine, task
+        self.labels, self.run_code = options.labels, options.run_code
+        self.count = min(task.default_shots if options.shots is None else options.shots, len(task.shots))
+        items = limited(task.name, task.items, options.limit, options.seed)
+        shots_of = ways.Shots(task, self.count, options.seed).of
         self.items = [(item, shots_of(item)) for item in items]
         self.golds: FormResult | None = None  # of the cloze form, which scores the right answers too
 

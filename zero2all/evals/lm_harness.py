@@ -281,7 +281,7 @@ def _tasks_of(names: Sequence[str], include: Path | None) -> Any:
     if include is None:
         return _with_all(TaskManager(), names, None)
     if not include.is_dir():
-        raise BadInputError(f"There is no folder {include} with tasks of lm-eval. `z2a eval export-tasks` writes one.")
+        raise BadInputError(f"There is no folder {include} with tasks of lm-eval.")
     own = TaskManager(include_path=str(include), include_defaults=False)
     if all(own.match_tasks([name]) for name in names):
         return own

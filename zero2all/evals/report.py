@@ -13,7 +13,7 @@ from zero2all.common.progress import say, terminal_safe
 from zero2all.common.workspace import Workspace
 from zero2all.evals.contamination import contaminated_ids, read_contamination, split_accuracy, split_words
 from zero2all.evals.items import CODE, Task
-from zero2all.evals.judge import FormResult, judge, summary
+from zero2all.evals.judge import FormResult, JudgeOptions, judge, summary
 from zero2all.evals.options import EvalOptions, report_path, text_files, write_report
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, held_out_rows
 from zero2all.evals.probes import compare_pairs, run_probes, summarize, summarize_pairs
@@ -278,7 +278,8 @@ def task_section(
     engine: Engine, questions: TaskQuestions, tasks: list[Task], contamination: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The section `tasks` of a report. `contamination`: what is known of the items in the training text."""
-    results = judge(engine, tasks, questions.forms, questions.shots, questions.limit, run_code=questions.run_code)
+    options = JudgeOptions(questions.forms, questions.shots, questions.limit, questions.run_code)
+    results = judge(engine, tasks, options)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
     found = {task.name: contaminated_ids(contamination, task) for task in tasks}

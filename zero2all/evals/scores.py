@@ -8,7 +8,6 @@ later versions add are found the same way.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ SECTION_CHANCE = {"pairs": 0.5}
 TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks", "rows")
 """Levels of a report that say nothing in the name of a score."""
 OPAQUE = ("skipped", "settings")
-COUNT_FIELDS = ("items", "probes", "pairs", "documents")
 NAMED_BY = ("task", "rewrite", "name", "form")
 """Fields that name a result in a list of them."""
 
@@ -37,22 +35,20 @@ class Kind:
     interval: str = ""
     """The field with its 95 % confidence interval."""
     has_chance: bool = False
-    is_share: bool = False
-    """From 0 to 1, shown in per cent."""
     only_in: str = ""
     """The section that has such a score; elsewhere the same word means something else."""
 
 
 KINDS = {
     "bits_per_byte": Kind(is_better_high=False),
-    "accuracy": Kind(is_better_high=True, interval="interval", has_chance=True, is_share=True),
+    "accuracy": Kind(is_better_high=True, interval="interval", has_chance=True),
     "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
     "logprob": Kind(is_better_high=True, interval="logprob_interval"),
     "nats": Kind(is_better_high=True, only_in="pairs"),
-    "original": Kind(is_better_high=True, is_share=True, only_in="rewrites"),
-    "rewritten": Kind(is_better_high=True, is_share=True, only_in="rewrites"),
-    "gap": Kind(is_better_high=False, interval="gap_interval", is_share=True, only_in="rewrites"),
-    "score": Kind(is_better_high=True, is_share=True),
+    "original": Kind(is_better_high=True, only_in="rewrites"),
+    "rewritten": Kind(is_better_high=True, only_in="rewrites"),
+    "gap": Kind(is_better_high=False, interval="gap_interval", only_in="rewrites"),
+    "score": Kind(is_better_high=True),
 }
 
 
@@ -75,19 +71,9 @@ class Curve:
     chance: float | None = None
 
     @property
-    def section(self) -> str:
-        """The part of the report that it is of."""
-        return self.name.partition("/")[0]
-
-    @property
     def field(self) -> str:
         """The figure that it is."""
         return self.name.rpartition("/")[2]
-
-    @property
-    def subject(self) -> str:
-        """What was scored: the name without section and figure."""
-        return "/".join(self.name.split("/")[1:-1]) or self.section
 
     @property
     def kind(self) -> Kind:
@@ -118,48 +104,6 @@ def curves_of(reports: Sequence[Mapping[str, Any]]) -> list[Curve]:
             points.setdefault(name, []).insert(0, Point(int(report["step"]), value, interval))
             chances.setdefault(name, chance)
     return [Curve(name, tuple(found), chances[name]) for name, found in points.items()]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How many items a result rests on."""
-
-    items: int | None = None
-    """None: the report does not say."""
-    skipped: int = 0
-
-
-def counts_of(report: Mapping[str, Any], section: str) -> dict[str, Counts]:
-    """The counts of every result of a section, by the subject of its scores."""
-    counts = {}
-    for name, node, _ in _nodes(section, report.get(section), None):
-        items = next((node[field] for field in COUNT_FIELDS if _is_number(node.get(field))), None)
-        subject = name.partition("/")[2] or section
-        counts[subject] = Counts(items, sum(_reasons(node).values()))
-    return counts
-
-
-def skipped_of(report: Mapping[str, Any], section: str) -> dict[str, int]:
-    """Why items of a section were left out, and how many; an item of a task counts once, however many forms ask it."""
-    found: Counter[str] = Counter()
-    of_tasks: dict[str, Counter[str]] = {}
-    for _, node, _ in _nodes(section, report.get(section), None):
-        if section == "tasks" and "task" in node:
-            of_tasks[node["task"]] = of_tasks.get(node["task"], Counter()) | Counter(_reasons(node))  # the larger
-        else:
-            found.update(_reasons(node))
-    for reasons in of_tasks.values():
-        found.update(reasons)
-    if section == "texts":  # whole files, each with its reason
-        found.update(map(str, report.get("texts_skipped", {}).values()))
-    return dict(found)
-
-
-def _reasons(node: Mapping[str, Any]) -> dict[str, int]:
-    skipped = node.get("skipped")
-    if not isinstance(skipped, dict):
-        return {}
-    return {str(why): times for why, times in skipped.items() if isinstance(times, int)}
 
 
 def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, float, tuple[float, float] | None, float | None]]:

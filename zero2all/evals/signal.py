@@ -4,7 +4,7 @@ A score carries signal if its curve has a shape: a trend, a step, a rise and a p
 something like one, a random walk above all, whose neighbours are close because each value begins where the last one
 was. So the best-fitting shape is compared with what the same search finds in curves without one:
 
-- *Shapes*: lines with up to two bends, up to two steps, a step and a slope, a parabola, any monotone curve.
+- *Shapes*: lines with up to two bends, up to two steps, a step and a slope, a parabola.
 - *Without shape*: a random walk seen through noise. Flat noise and a pure walk are the two ends of this family.
 - *Statistic*: how much likelier the values are as a shape with independent noise than as a walk with noise. It has no
   unit, so that curves simulated once serve for all scores. *p* is the share of them, at the worst mixture of walk and
@@ -21,16 +21,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import combinations
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 
+from zero2all.common.files import write_json
 from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
-from zero2all.evals.scores import Curve
+from zero2all.evals.scores import Curve, curves_of, read_reports
 
 SIGNAL, NOISE, CHANCE, TOO_FEW = "carries signal", "noise", "at chance", "too few checkpoints"
+SIGNAL_NAME = "signal.json"
 LEAST_CHECKPOINTS = 7
 """Of random walks over six checkpoints, one in 16 only rises or only falls."""
 MOST_POINTS = 24
@@ -60,11 +62,8 @@ class Signal:
     reason: str
     spearman: float | None = None
     p: float | None = None
-    change: float | None = None
     noise: float | None = None
     signal_to_noise: float | None = None
-    change_over_interval: float | None = None
-    above_chance: float | None = None
 
 
 def judge_curves(curves: Sequence[Curve]) -> list[Signal]:
@@ -72,9 +71,12 @@ def judge_curves(curves: Sequence[Curve]) -> list[Signal]:
     return [judge_curve(curve) for curve in curves]
 
 
-def signals_json(signals: Sequence[Signal]) -> list[dict[str, Any]]:
-    """For a file."""
-    return [asdict(signal) for signal in signals]
+def write_signals(run: Path) -> list[Signal]:
+    """Write `signal.json` beside the reports of a run; returns the verdicts where there are several checkpoints."""
+    reports = read_reports(run)
+    signals = judge_curves(curves_of(reports)) if len(reports) > 1 else []
+    write_json(run / "eval" / SIGNAL_NAME, [asdict(signal) for signal in signals])
+    return signals
 
 
 def signal_lines(signals: Sequence[Signal]) -> list[str]:
@@ -86,9 +88,10 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
     lines = ["", t("which curves to believe                 Spearman   signal/noise   verdict")]
     shown = sorted(signals, key=lambda each: each.name.count("/"))
     for signal in shown[:MOST_LINES]:
+        verdict = f"{t(signal.verdict)}: {t(signal.reason)}"
         spearman = "-" if signal.spearman is None else f"{signal.spearman:+.2f}"
         ratio = "-" if signal.signal_to_noise is None else f"{signal.signal_to_noise:.1f}"
-        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {t(signal.verdict)}")
+        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {verdict}")
     if len(signals) > MOST_LINES:
         counts = Counter(signal.verdict for signal in shown[MOST_LINES:])
         rest = ", ".join(f"{times} {t(verdict)}" for verdict, times in counts.most_common())
@@ -109,7 +112,6 @@ def judge_curve(curve: Curve) -> Signal:
     steps = np.array([point.step for point in points], dtype=np.float64)
     values = np.array([point.value for point in points], dtype=np.float64)
     third = max(2, len(values) // 3)
-    first, last = float(values[:third].mean()), float(values[-third:].mean())
     is_flat = float(np.ptp(values)) <= 1e-12 * float(np.abs(values).max())
     shape, noise, p = (values, 0.0, 1.0) if is_flat else _best_shape(steps, values)
     half_width = _half_width(curve)
@@ -133,11 +135,8 @@ def judge_curve(curve: Curve) -> Signal:
         reason,
         spearman=_spearman(values),
         p=p,
-        change=last - first,
         noise=noise,
         signal_to_noise=0.0 if is_flat else figures.signal_to_noise,
-        change_over_interval=move / half_width if half_width else None,
-        above_chance=None if curve.chance is None else last - curve.chance,
     )
 
 
@@ -246,8 +245,7 @@ class _Search:
 
     def __init__(self, x: np.ndarray) -> None:
         self.bases = _bases(x)
-        parameters = np.array([*(basis.shape[2] for basis in self.bases), 1])  # the last: any monotone curve
-        self.rarer = 2.0 ** (parameters - 1)
+        self.rarer = 2.0 ** (np.array([basis.shape[2] for basis in self.bases]) - 1)
         """The more freely a family bends, the rarer its fit must be to count as much."""
         rng = np.random.default_rng(0)  # the same every time, so that a verdict is
         without = []
@@ -278,16 +276,11 @@ class _Search:
         values = values - values.mean(axis=1, keepdims=True)
         total = (values**2).sum(axis=1)
         left = [total - (np.matmul(values, basis) ** 2).sum(axis=2).max(axis=0) for basis in self.bases]
-        left += [np.minimum(*(((values - _monotone(values, sign)) ** 2).sum(axis=1) for sign in (1, -1)))]
         return _walk_variance(values) - np.log(np.maximum(np.stack(left), 1e-12 * total))
 
     def fitted(self, values: np.ndarray, family: int) -> tuple[np.ndarray, int]:
         """The best shape of a family, and how many parameters it has."""
         mean, centred = values.mean(), values - values.mean()
-        if family == len(self.bases):
-            both = [_monotone(centred[None], sign)[0] for sign in (1, -1)]
-            best = min(both, key=lambda shape: ((centred - shape) ** 2).sum())
-            return mean + best, len(np.unique(best))
         explained = (np.matmul(centred, self.bases[family]) ** 2).sum(axis=1)
         basis = self.bases[family][int(explained.argmax())]
         return mean + basis @ (basis.T @ centred), basis.shape[1] + 1
@@ -319,19 +312,6 @@ def _bases(x: np.ndarray) -> list[np.ndarray]:
 def _orthonormal(shape: Sequence[np.ndarray]) -> np.ndarray:
     columns = np.stack(shape, axis=1)
     return np.asarray(np.linalg.qr(columns - columns.mean(axis=0))[0])
-
-
-def _monotone(values: np.ndarray, sign: int) -> np.ndarray:
-    """The nearest curves that only rise (sign 1) or only fall (-1). (curves, points)"""
-    values = sign * values
-    count = values.shape[1]
-    sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
-    nearest = np.full(values.shape, -np.inf)
-    for start in range(count):
-        means = (sums[:, start + 1 :] - sums[:, [start]]) / np.arange(1, count - start + 1)
-        least = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]
-        nearest[:, start:] = np.maximum(nearest[:, start:], least)
-    return sign * nearest
 
 
 def _walk_variance(values: np.ndarray) -> np.ndarray:

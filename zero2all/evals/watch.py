@@ -3,33 +3,27 @@
 A checkpoint is done when its report lies in `runs/<name>/eval/`, which is written atomically. Whoever works on one
 holds the claim on it (`train/checkpoints/retention.py`), so that several watchers share the work and retention does not
 delete what is being read. A watcher that was killed leaves a stale claim and no report: the next one does that
-checkpoint again. It may also have been killed between the report and the metrics: the next one compares the two and
-adds what is missing, so that every report is in the metrics exactly once.
+checkpoint again. The figures go to the metrics before the report is written: those of a step that was done again stand
+there twice, which every reader takes as one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json_object
 from zero2all.common.lock import Lock
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.report import figures
-from zero2all.track.writer import METRICS_FOLDER, MetricsWriter, has_finished
-from zero2all.train.checkpoints.layout import FOLDER_NAME, checkpoint_folder, list_checkpoints, step_of
+from zero2all.track.writer import MetricsWriter, has_finished
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, step_of
 from zero2all.train.checkpoints.retention import claim_step
 
-WRITER = "eval"
 POLL_SECONDS = 5.0
-ROW_SECONDS = 10.0
-"""How long to wait for a row of metrics to be on the disk."""
 
 
 class LostClaimError(Exception):
@@ -56,27 +50,33 @@ class Watcher:
     _by_others: set[int] = field(default_factory=set)
     _seen: set[int] = field(default_factory=set)
     """Steps that had a checkpoint when we looked."""
+    _metrics: MetricsWriter | None = None
+    """One file, made when the first row is to be written."""
 
     def watch(self, once: bool = False) -> None:
         """Evaluate what there is and what comes. Returns when training is done and nothing is left; with `once`, when
         nothing is left that no other watcher has claimed."""
-        with _metrics_of(self.run) as metrics:
-            self._log_missing(metrics)
-            is_waiting = False
-            while True:
-                has_ended = has_finished(self.run)  # asked before looking: no checkpoint is committed after the end
-                left = self._left()
-                if any(self._try(step, metrics) for step in left):
-                    is_waiting = False
-                    continue
-                left = [step for step in left if step not in self.left_out]
-                if once or (has_ended and not left):
-                    break
-                if not is_waiting:
-                    self.say(f"waiting for another watcher at step {left[0]}" if left else "waiting for a checkpoint")
-                is_waiting = True
-                time.sleep(self.poll_seconds)
-            self._log_missing(metrics)
+        try:
+            self._work(once)
+        finally:
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def _work(self, once: bool) -> None:
+        is_waiting = False
+        while True:
+            has_ended = has_finished(self.run)  # asked before looking: no checkpoint is committed after the end
+            left = self._left()
+            if any(self._try(step) for step in left):
+                is_waiting = False
+                continue
+            left = [step for step in left if step not in self.left_out]
+            if once or (has_ended and not left):
+                break
+            if not is_waiting:
+                self.say(f"waiting for another watcher at step {left[0]}" if left else "waiting for a checkpoint")
+            is_waiting = True
+            time.sleep(self.poll_seconds)
 
     def _left(self) -> list[int]:
         """Checkpoints that are to be evaluated, oldest first: the oldest is the next to be deleted."""
@@ -94,7 +94,7 @@ class Watcher:
             self._by_others.add(step)  # a report stays: it need not be read again at every look
         return is_done
 
-    def _try(self, step: int, metrics: Callable[[], MetricsWriter]) -> bool:
+    def _try(self, step: int) -> bool:
         """Evaluate one checkpoint; False when another watcher has it, or it is left out."""
         with claim_step(self.run, step) as claim:
             if claim is None:
@@ -102,7 +102,7 @@ class Watcher:
             if self._done(step):  # by another watcher, since we looked
                 return True
             try:
-                self._evaluate(step, claim, metrics)
+                self._evaluate(step, claim)
             except LostClaimError:
                 self.say(f"step {step}: another watcher has taken over this step; the result found here is dropped")
             except Exception as error:
@@ -110,13 +110,14 @@ class Watcher:
                 return False
             return True
 
-    def _evaluate(self, step: int, claim: Lock, metrics: Callable[[], MetricsWriter]) -> None:
+    def _evaluate(self, step: int, claim: Lock) -> None:
         started = time.monotonic()
         report = self.evaluate(step)
         if not claim.is_held():
             raise LostClaimError
+        self._metrics = self._metrics or MetricsWriter(self.run, writer="eval")
+        self._metrics.log(figures(report), report["step"], report.get("tokens", 0))
         write_report(report_path(self.run, report["step"]), report, self.say)
-        _log(metrics(), report)
         self.evaluated.append(step)
         self.on_report(report)
         self.say(f"step {step}: evaluated in {time.monotonic() - started:.1f} s")
@@ -134,78 +135,3 @@ class Watcher:
     def _name(self, step: int, reason: str) -> None:
         self.left_out[step] = reason
         self.say(f"step {step} is left out: {reason}")
-
-    def _log_missing(self, metrics: Callable[[], MetricsWriter]) -> None:
-        """Add the figures of reports whose writer was killed before it could."""
-        logged = logged_rows(self.run)
-        for path in sorted((self.run / "eval").glob("step-*.json")):
-            if not FOLDER_NAME.fullmatch(path.stem):
-                continue
-            step = step_of(path.with_suffix(""))
-            if _is_logged(_read_report(path), logged):
-                continue
-            with claim_step(self.run, step) as claim:
-                if claim is None:  # its watcher is about to
-                    continue
-                report = _read_report(path)
-                if not _is_logged(report, logged_rows(self.run)):
-                    self.say(f"step {step}: the report existed, but the metrics lacked its figures; they are added now")
-                    _log(metrics(), report)
-
-
-def logged_rows(run: Path) -> dict[int, list[dict[str, Any]]]:
-    """The rows that evaluations have added to the metrics, by step; a torn line is none."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    for path in sorted((run / METRICS_FOLDER).glob(f"{WRITER}-*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                row = jsonio.loads(line)
-                if "values" in row:
-                    found.setdefault(int(row["step"]), []).append(row["values"])
-            except (ValueError, TypeError, KeyError):
-                continue
-    return found
-
-
-def _is_logged(report: dict[str, Any], logged: dict[int, list[dict[str, Any]]]) -> bool:
-    """Whether a row has the figures of this report. One without figures has nothing to log."""
-    values = figures(report) if report else {}
-    same = jsonio.loads(jsonio.dumps_line({name: value for name, value in values.items() if value is not None}))
-    return not same or any(
-        all(row.get(name) == value for name, value in same.items() if value is not None)
-        for row in logged.get(report["step"], ())
-    )
-
-
-def _read_report(path: Path) -> dict[str, Any]:
-    """A report; empty when the file is none of ours."""
-    try:
-        report = read_json_object(path)
-        return report if type(report.get("step")) is int else {}
-    except (BadInputError, OSError):
-        return {}
-
-
-def _log(metrics: MetricsWriter, report: dict[str, Any]) -> None:
-    """Add the figures of a report to the metrics, and wait until they are there: then the claim may be released."""
-    metrics.log(figures(report), report["step"], report.get("tokens", 0))
-    deadline = time.monotonic() + ROW_SECONDS
-    while not _is_logged(report, logged_rows(metrics.folder)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-@contextmanager
-def _metrics_of(run: Path) -> Iterator[Callable[[], MetricsWriter]]:
-    """The metrics of this watcher: one file, made when the first row is to be written."""
-    opened: list[MetricsWriter] = []
-
-    def metrics() -> MetricsWriter:
-        if not opened:
-            opened.append(MetricsWriter(run, writer=WRITER))
-        return opened[0]
-
-    try:
-        yield metrics
-    finally:
-        for each in opened:
-            each.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,28 +87,6 @@ def _deliver_to(arrived: Arrived, key: tuple[int, int]) -> Callable[[Piece], Non
     return lambda piece: arrived.put((key, piece))
 
 
-def streams_of(service: Service, tasks: Sequence[BatchPrompt]) -> Iterator[tuple[BatchPrompt, Iterator[Piece]]]:
-    """Each task with its pieces as they come, one task after the other, while all of them are computed as one batch."""
-    queues: list[queue.SimpleQueue[Piece]] = [queue.SimpleQueue() for _ in tasks]
-    tickets = []
-    try:
-        for task, arrived in zip(tasks, queues, strict=True):
-            tickets.append(service.submit(task.request, arrived.put))
-        for task, arrived in zip(tasks, queues, strict=True):
-            yield task, _until_finish(arrived)
-    finally:
-        for ticket in tickets:
-            service.cancel(ticket)
-
-
-def _until_finish(arrived: queue.SimpleQueue[Piece]) -> Iterator[Piece]:
-    finish = None
-    while finish is None:
-        piece = arrived.get()
-        finish = piece.finish
-        yield piece
-
-
 def _head(task: BatchPrompt) -> dict[str, Any]:
     """What a result says first: which text it is."""
     names = {} if task.prompt.id is None else {"id": task.prompt.id}
@@ -145,29 +121,14 @@ def _token(number: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
 
 # The results of many prompts on disk, kept as they come.
 #
-# Each process appends to a file of its own, `OUT.part-0`, `OUT.part-1`, …: first a line that names the job, then a JSON
-# line for each text. What a killed job has finished is not done again, also with another number of processes. When
-# all texts are there, one process joins them in the order of the prompts and puts `OUT` in its place. Beside it,
-# `OUT.job` says which job wrote it, so that the same command knows it is done and another one does not replace it.
+# `OUT.part` has first a line that names the job, then a JSON line for each text, in the order in which they are ready.
+# What a killed job has finished is not done again. When all texts are there, they are put in the order of the prompts,
+# and `OUT` appears. Beside it, `OUT.job` says which job wrote it, so that the same command knows it is done and another
+# one does not replace it.
 
 
 Key = tuple[int, int]
 """Number of the prompt, number of the sample."""
-LOOK_SECONDS = 0.2
-
-
-def process_of() -> tuple[int, int]:
-    """The rank of this process, and how many there are, as torchrun and other launchers say."""
-    try:
-        rank, processes = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    except ValueError:
-        rank = processes = -1
-    if not 0 <= rank < processes:
-        raise UsageError(
-            f"RANK={os.environ.get('RANK', '')} and WORLD_SIZE={os.environ.get('WORLD_SIZE', '')} do not fit together. "
-            f"Unset both, or start the processes with torchrun."
-        )
-    return rank, processes
 
 
 def finished(out: Path, job: str) -> int | None:
@@ -182,8 +143,8 @@ def finished(out: Path, job: str) -> int | None:
         mark = {}
     if (mark.get("job"), mark.get("bytes")) == (job, size):
         return int(mark["errors"])
-    if any(_job_of(path) == job for path in _parts(out)):
-        return None  # killed after `out` appeared and before the parts were removed
+    if _part(out).exists() and _job_of(_part(out)) == job:
+        return None  # killed after `out` appeared and before the part was removed
     raise UsageError(
         f"--out {out} exists already, and this command did not write it (other prompts, settings or model, or it was "
         f"changed). Choose another name, or delete it."
@@ -191,22 +152,18 @@ def finished(out: Path, job: str) -> int | None:
 
 
 class Results:
-    """The results of one job, as one of its processes writes them."""
+    """The results of one job while they are written."""
 
-    def __init__(self, out: Path, job: str, rank: int = 0) -> None:
+    def __init__(self, out: Path, job: str) -> None:
         """`job` names prompts, settings and model: results of another job are not mixed with these."""
         self.out, self.job = out, job
-        self._known: dict[Key, tuple[Path, int, int]] = {}
-        self._errors: set[Key] = set()
-        self._read_to: dict[Path, int] = {}
-        self._own = _part(out, rank)
-        self._own.parent.mkdir(parents=True, exist_ok=True)
-        self._file = _opened_alone(self._own)
-        self.look()
-        self._file.truncate(self._read_to.get(self._own, 0))  # a line that a killed process left half written
-        self._file.seek(0, 2)
-        if not self._file.tell():
-            self._write({"job": job})
+        self.done: dict[Key, tuple[int, int]] = {}
+        """Where the line of each finished text begins in the part, and its length."""
+        self._errors = self._end = 0
+        self._part = _part(out)
+        self._part.parent.mkdir(parents=True, exist_ok=True)
+        self._file = _opened_alone(self._part)
+        self._read()
 
     def __enter__(self) -> Results:
         return self
@@ -214,71 +171,50 @@ class Results:
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._file.close()
 
-    @property
-    def done(self) -> Mapping[Key, Any]:
-        """What is finished, as far as this process has looked."""
-        return self._known
-
     def add(self, result: dict[str, Any]) -> None:
         """Keep a result, which names its prompt (`index`) and, beyond the first, its `sample`."""
-        self._write(result)
-
-    def look(self) -> None:
-        """Read what all processes have added since the last look."""
-        for path in _parts(self.out):
-            start = self._read_to.get(path, 0)
-            with open(path, "rb") as file:
-                file.seek(start)
-                for line in file:
-                    value = _parsed(line)
-                    if value is None:
-                        break  # still being written
-                    if start == 0 and value.get("job") != self.job:
-                        raise UsageError(
-                            f"{path} holds results of another job (other prompts, settings or model). To finish that "
-                            f"one, run its command again; otherwise delete the file, or choose another --out."
-                        )
-                    if start:
-                        key = (value["index"], value.get("sample", 0))
-                        self._known[key] = (path, start, len(line))
-                        self._errors |= {key} if "error" in value else set()
-                    start += len(line)
-            self._read_to[path] = start
-
-    def join(self, wanted: list[Key], wait: bool) -> int:
-        """Write `OUT` with the results of all of `wanted` and remove the parts; `wait` for other processes. Returns
-        how many of them are errors."""
-        self.look()
-        while wait and not self._known.keys() >= set(wanted):
-            time.sleep(LOOK_SECONDS)
-            self.look()
-        parts = {path: open(path, "rb") for path in self._read_to}  # noqa: SIM115
-        try:
-            with atomic_file(self.out) as file:
-                for key in wanted:
-                    path, start, length = self._known[key]
-                    parts[path].seek(start)
-                    file.write(parts[path].read(length))
-        finally:
-            for part in parts.values():
-                part.close()
-        facts = {"job": self.job, "bytes": self.out.stat().st_size, "errors": len(self._errors)}
-        write_json(_mark(self.out), facts)
-        for path in parts:
-            path.unlink(missing_ok=True)
-        return len(self._errors)
-
-    def _write(self, value: dict[str, Any]) -> None:
-        self._file.write(jsonio.dumps_line(value))
+        line = jsonio.dumps_line(result)
+        self._file.write(line)
         self._file.flush()
+        self._note(result, len(line))
+
+    def join(self, wanted: list[Key]) -> int:
+        """Write `OUT` with the results of all of `wanted` and remove the part. Returns how many are errors."""
+        with atomic_file(self.out) as file:
+            for start, length in (self.done[key] for key in wanted):
+                self._file.seek(start)
+                file.write(self._file.read(length))
+        facts = {"job": self.job, "bytes": self.out.stat().st_size, "errors": self._errors}
+        write_json(_mark(self.out), facts)
+        self._part.unlink()
+        return self._errors
+
+    def _read(self) -> None:
+        """What an earlier command has finished, without a line that it left half written."""
+        self._file.seek(0)
+        for line in self._file:
+            value = _parsed(line)
+            if value is None:
+                break
+            if not self._end and value.get("job") != self.job:
+                raise UsageError(
+                    f"{self._part} holds results of another job (other prompts, settings or model). To finish that "
+                    f"one, run its command again; otherwise delete the file, or choose another --out."
+                )
+            self._note(value, len(line))
+        self._file.truncate(self._end)
+        if not self._end:
+            self._end = self._file.write(jsonio.dumps_line({"job": self.job}))
+
+    def _note(self, line: Mapping[str, Any], length: int) -> None:
+        if self._end:  # behind the line that names the job
+            self.done[line["index"], line.get("sample", 0)] = (self._end, length)
+            self._errors += "error" in line
+        self._end += length
 
 
-def _part(out: Path, rank: int) -> Path:
-    return out.with_name(f"{out.name}.part-{rank}")
-
-
-def _parts(out: Path) -> list[Path]:
-    return sorted(out.parent.glob(f"{_escaped(out.name)}.part-*"))
+def _part(out: Path) -> Path:
+    return out.with_name(f"{out.name}.part")
 
 
 def _mark(out: Path) -> Path:
@@ -288,11 +224,6 @@ def _mark(out: Path) -> Path:
 def _job_of(part: Path) -> str | None:
     with open(part, "rb") as file:
         return (_parsed(file.readline()) or {}).get("job")
-
-
-def _escaped(name: str) -> str:
-    """A name in which glob finds no pattern."""
-    return "".join(f"[{character}]" if character in "*?[" else character for character in name)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -307,7 +238,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _opened_alone(path: Path) -> BinaryIO:
-    """The file, open for reading and appending, and locked against a second process with the same part."""
+    """The file, open for reading and appending, and locked against a second process."""
     file = open(path, "a+b")  # noqa: SIM115
     try:
         import fcntl
@@ -316,7 +247,8 @@ def _opened_alone(path: Path) -> BinaryIO:
     except BlockingIOError:
         file.close()
         raise RunLockedError(
-            f"Another process is writing {path}. Wait for it, stop it, or choose another --out."
+            f"Another process is writing {path}. Wait for it, stop it, or choose another --out; to use several GPUs, "
+            f"give each process prompts of its own."
         ) from None
     except (ImportError, OSError):  # not on Windows, nor on every file system
         pass

@@ -1,8 +1,8 @@
 """A conversation as the prompt of a model, in one of three ways:
 
 - template: the layout the model was trained with, by the tokenizer's message marks or the folder's chat template.
-- frame: a written dialogue of questions and answers, which is continued: as the text of the run writes them
-  (`data.question_frames`), or, where that is not known, in a common form with examples.
+- frame: the last question, set out as the text of the run writes questions (`data.question_frames`), or, where that is
+  not known, in a common form.
 - plain: the texts of the messages, one after the other, simply continued.
 
 `auto` takes the template where the model is known to have seen it, else the frame of the run's own text; a model of
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 FRAMES = ("auto", "template", "frame", "plain")
 HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0003ffff]")
-EXAMPLES_SHARE = 4
-"""The examples of a frame take at most one part in this many of the model's length."""
-SPOKEN = ("user", LEARNED_ROLE)
+USUAL_FRAMES = {"en": "Q: {question}\nA: {answer}", "zh": "问：{question}\n答：{answer}"}
 WORD = re.compile(r"[^\W\d_]+")
 
 
@@ -57,36 +55,6 @@ class Choice:
     why: str
 
 
-@dataclass(frozen=True)
-class Dialogue:
-    """The words of a frame in one language."""
-
-    opening: str
-    """Where no system message says what this is."""
-    examples: tuple[tuple[str, str], ...]
-    """Questions and their answers."""
-    speakers: dict[str, str]
-    colons: tuple[str, ...]
-    """What follows a speaker: the first is written, the others are also recognised as the end of an answer."""
-
-
-ENGLISH = Dialogue(
-    "Questions and answers.",
-    (
-        ("What is the capital of France?", "The capital of France is Paris."),
-        ("Name three colors.", "Red, green and blue."),
-    ),
-    {"user": "Q", "assistant": "A", "tool": "Tool"},
-    (": ", ":"),
-)
-CHINESE = Dialogue(
-    "以下是问答。",
-    (("法国的首都是哪里？", "法国的首都是巴黎。"), ("说出三种颜色。", "红色、绿色和蓝色。")),
-    {"user": "问", "assistant": "答", "tool": "工具"},
-    ("：", ":"),
-)
-
-
 def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "auto") -> ChatPrompt:
     """The prompt after which the assistant's next message is to be written."""
     _check(messages, frame)
@@ -95,8 +63,7 @@ def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "
         return _by_template(loaded, messages)
     if how == "plain":
         return _as_text(messages)
-    frames = _own_frames(loaded)
-    return _in_own_frame(frames, messages) if frames else _as_dialogue(loaded, messages)
+    return _in_frame(_own_frames(loaded) or USUAL_FRAMES, messages)
 
 
 def choose(loaded: LoadedModel) -> Choice:
@@ -184,38 +151,14 @@ def _own_frames(loaded: LoadedModel) -> dict[str, str]:
     return (loaded.config.data.question_frames if loaded.config else None) or {}
 
 
-def _in_own_frame(frames: dict[str, str], messages: Sequence[Message]) -> ChatPrompt:
-    """The last question alone, as the text asks it: with earlier turns before it, the quickstart model answers worse.
+def _in_frame(frames: dict[str, str], messages: Sequence[Message]) -> ChatPrompt:
+    """The last question alone, as text asks it: with earlier turns before it, the quickstart model answers worse.
     The end of the line ends the answer."""
     system = [message.text for message in messages if message.role == "system"]
     question = next((message.text for message in reversed(messages) if message.role == "user"), "")
     frame = frames.get("zh" if _is_chinese(question) else "en", next(iter(frames.values())))
     asked = frame.removesuffix("{answer}").replace("{question}", question)
     return ChatPrompt("\n".join([*system, asked]), ("\n",), (), heal=True, how="frame")
-
-
-def _as_dialogue(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
-    asked = [message.text for message in messages if message.role == "user"]
-    words = CHINESE if asked and _is_chinese(asked[-1]) else ENGLISH
-    told = [message.text for message in messages if message.role == "system"]
-    spoken = [(each.role, each.text) for each in messages if each.role != "system"]
-    colon = words.colons[0]
-    lines = [*(told or [words.opening]), *_examples(loaded, words)]
-    lines += [f"{words.speakers[role]}{colon}{text}" for role, text in [*spoken, (LEARNED_ROLE, "")]]
-    stop = tuple(f"\n{speaker}{mark.strip()}" for speaker in words.speakers.values() for mark in words.colons)
-    return ChatPrompt("\n".join(lines), tuple(dict.fromkeys(stop)), (), heal=True, how="frame")
-
-
-def _examples(loaded: LoadedModel, words: Dialogue) -> list[str]:
-    """As many examples as a short model has room for."""
-    lines: list[str] = []
-    for example in words.examples:
-        more = [f"{words.speakers[role]}{words.colons[0]}{text}" for role, text in zip(SPOKEN, example, strict=True)]
-        tokens = len(loaded.tokenizer.encode_text("\n".join([*lines, *more])))
-        if tokens * EXAMPLES_SHARE > loaded.model.config.max_seq_len:
-            break
-        lines += more
-    return lines
 
 
 def _is_chinese(text: str) -> bool:

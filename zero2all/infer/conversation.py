@@ -1,16 +1,13 @@
-"""A conversation as it grows: what was said, what of it fits into the model, and its file."""
+"""A conversation as it grows: what was said, and what of it fits into the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from zero2all.common.errors import BadInputError
-from zero2all.common.files import read_json, require_writable, write_json
 from zero2all.infer.chat import ChatPrompt, chat_prompt
 from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
-from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message
+from zero2all.tokenizer.chat import LEARNED_ROLE, Message
 
 ROOM_SHARE = 4
 """At least one part in this many of the model's length is kept free for the answer."""
@@ -87,38 +84,7 @@ class Conversation:
         prompt = chat_prompt(self.loaded, [*head, *self.messages[first:]], self.frame)
         return Fitted(prompt, self._count(prompt), first)
 
-    def save(self, path: Path) -> None:
-        """Write the messages to a file, whole or not at all."""
-        require_writable(path, "The file")
-        head = [Message("system", self.system)] if self.system else []
-        messages = [{"role": message.role, "content": message.text} for message in [*head, *self.messages]]
-        write_json(path, {"messages": messages})
-
-    def load(self, path: Path) -> None:
-        """Take the messages of a file instead of these."""
-        if path.is_dir():
-            raise BadInputError(f"{path} is a folder. Give a file that /save wrote.")
-        try:
-            value = read_json(path, "Give a file that /save wrote.")
-        except FileNotFoundError:
-            raise BadInputError(f"There is no file {path}. Check the path.") from None
-        rows = value.get("messages") if isinstance(value, dict) else value
-        messages = [_message(row, path) for row in rows] if isinstance(rows, list) else []
-        if not messages:
-            raise BadInputError(f'{path} holds no messages; expected {{"messages": [{{"role": …, "content": …}}, …]}}.')
-        self.system = "\n".join(message.text for message in messages if message.role == "system")
-        self.messages = [message for message in messages if message.role != "system"]
-
     def _count(self, prompt: ChatPrompt) -> int:
         if isinstance(prompt.prompt, list):
             return len(prompt.prompt)
         return len(self.loaded.tokenizer.encode_text(prompt.prompt)) + 1  # the id that opens a document
-
-
-def _message(row: object, path: Path) -> Message:
-    role, text = (row.get("role"), row.get("content")) if isinstance(row, dict) else (None, None)
-    if role not in ROLES or not isinstance(text, str):
-        raise BadInputError(
-            f"A message in {path} is {str(row)[:80]!r}; expected a `role` ({', '.join(ROLES)}) and `content`, a text."
-        )
-    return Message(str(role), text)

@@ -1,8 +1,7 @@
 """Loads a model: a run of a workspace, or a Hugging Face folder.
 
-`load_run` checks every byte of a checkpoint, the optimizer's too: for evaluation and export. `load_model` is for
-talking to a model: it reads the weights only, checks them in the same pass, and converts each to the dtype and device
-asked for as it comes from the disk, so that nothing is held twice.
+Only the weights are read, not the optimizer. They are checked in the same pass, and each is converted to the dtype and
+device asked for as it comes from the disk, so that nothing is held twice.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from zero2all.parallel.parameter_table import init_weights, model_parts
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint
-from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint, verified_checkpoint
+from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import Step, chosen_step
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, with_vocabulary
 
@@ -82,18 +81,10 @@ class LoadedModel:
 
 
 def load_run(workspace: Workspace, name: str, step: Step = None) -> LoadedModel:
-    """The newest checkpoint of a run, or the one of `step`, in float32; every byte of it is checked."""
+    """The newest checkpoint of a run, or the one of `step`, as evaluation and export take it: in float32, where the run
+    trains."""
     run = workspace.run(name)
-    config, step = load_run_config(run), chosen_step(run, step)
-    checkpoint = newest_checkpoint(run) if step is None else None  # it has more to say about a run that lost them
-    if checkpoint is None:
-        require_checkpoint(run, step)
-        assert step is not None, "a run with checkpoints has a newest one"
-        checkpoint = verified_checkpoint(checkpoint_folder(run, step))
-    config = _at(checkpoint, config)
-    model = _model_of_run(config)
-    checkpoint.load_into({f"{checkpoint.model_group}/{name}": part for name, part in model_parts(model).items()})
-    return _loaded_run(run, checkpoint, config, model, load_tokenizer(workspace.tokenizer))
+    return _run_weights(run, step, pick_device(load_run_config(run).parallel.device), torch.float32)
 
 
 def load_model(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.language import padded, translate
@@ -37,7 +35,6 @@ HELP = {
     "shows them",
     "/template /frame /plain": "format the conversation with the model's template, as a dialogue, or as one text",
     "/tokens": "show how much of the context is used",
-    "/save FILE, /load FILE": "save the conversation, or load one",
     "/reset": "start a new conversation",
     "/quit": "quit (also Ctrl-D); Ctrl-C stops an answer",
 }
@@ -76,8 +73,6 @@ class Talk:
             "help": self._help,
             "undo": self._undo,
             "retry": self._retry,
-            "save": self._save,
-            "load": self._load,
             "system": self._system,
             "set": self._set,
             "reset": self._reset,
@@ -216,20 +211,6 @@ class Talk:
             self._note("The temperature is 0, so the answer will be the same; `/set temperature 0.8` changes that.")
         self._answer()
 
-    def _save(self, name: str) -> None:
-        if path := self._path(name, "/save chat.json"):
-            try:
-                self.conversation.save(path)
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path} was not written: {error}. Choose another file.") from error
-            self._note(f"Saved {counted(len(self.conversation.messages), 'message')} to {path}")
-
-    def _load(self, name: str) -> None:
-        if path := self._path(name, "/load chat.json"):
-            self.conversation.load(path)
-            self._dropped = 0
-            self._note(f"Loaded {counted(len(self.conversation.messages), 'message')} from {path}")
-
     def _system(self, text: str) -> None:
         if text:
             self.conversation.system = "" if text == "-" else text
@@ -295,16 +276,6 @@ class Talk:
             if choice.how == "frame":
                 self._note(OWN_FRAME_NOTE)
         self._note("Type /help for the commands.")
-
-    def _path(self, name: str, example: str) -> Path | None:
-        words = []
-        with suppress(ValueError):  # an open quotation mark
-            words = shlex.split(name)
-        if len(words) == 1:
-            with suppress(RuntimeError):  # ~nobody has no folder
-                return Path(words[0]).expanduser()
-        self._note(f"Give the name of one file: {example}")
-        return None
 
     def _note(self, text: str) -> None:
         """A line of ours, dim in the terminal and on stderr beside a pipe."""

@@ -172,7 +172,7 @@ def _interruptions(record: RunRecord) -> Iterator[Finding]:
                 )
         yield Finding("interruptions", evidence, change, worth, share)
     skipped = record.events("skip")
-    spikes = record.reader.spikes("loss")
+    spikes = record.events("spike")
     if skipped or spikes:
         back = sum(number_of(e.data.get("from_step")) - number_of(e.data.get("to_step")) for e in rollbacks)
         evidence = f"{len(spikes)} spikes of the loss, {len(skipped)} updates skipped, {back:.0f} steps rolled back"

@@ -1,8 +1,7 @@
 """Metrics of a run: files that training can always write, and what is made of them.
 
 `MetricsWriter` writes (standard library only); `reader.RunReader` follows a run. The JSON lines in
-`runs/<name>/metrics/` are the
-truth; everything else is derived.
+`runs/<name>/metrics/` are the truth; everything else is derived.
 
     from zero2all.track import MetricsWriter
 
@@ -13,6 +12,3 @@ truth; everything else is derived.
 from zero2all.track.writer import MetricsWriter
 
 __all__ = ["MetricsWriter"]
-
-Run = MetricsWriter
-"""Its name of before, for scripts that import it."""

@@ -1,7 +1,7 @@
 """The routes of the board: a page of plain files, and what that page asks for.
 
 Nothing here takes a path from a request. Files of the page are looked up in a table made at the start; runs are looked
-up by id among those found; a picture of a run must be named by one of its events and lie below its `media` folder.
+up by id among those found.
 
 An open page is told what happens by one stream of server-sent events per tab. A message says which runs have new rows,
 their version, and the few facts that are shown live; the page then fetches the ends of the curves it is drawing. So a
@@ -31,14 +31,12 @@ from zero2all.common.errors import BadInputError
 from zero2all.track import facts
 from zero2all.track.access import Gate
 from zero2all.track.curves import Curve, Query, curve, pack_curves, read_query
+from zero2all.track.export import csv_lines
 from zero2all.track.http_server import CONTENT_TYPES, body_of, page_routes
 from zero2all.track.library import RunLibrary, UnknownRunError
-from zero2all.track.listing import media_file
-from zero2all.track.sinks import csv_lines
 
 WEB = Path(__file__).parent / "web"
 MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")
-PICTURE_TYPES = {f".{kind}": f"image/{kind.replace('jpg', 'jpeg')}" for kind in ("png", "jpg", "jpeg", "gif", "webp")}
 MAX_QUERIES = 400
 MAX_BODY_BYTES = 1_000_000
 MAX_ROWS = 500
@@ -72,14 +70,12 @@ def make_app(
         "run": api.run,
         "events": api.events,
         "event": api.event,
-        "rich": api.rich,
         "config": api.config,
     }
     routes = [Route(f"/api/{name}", _json_route(answer)) for name, answer in answers.items()]
     routes += [
         Route("/api/curves", _route(api.curves), methods=["POST"]),
         Route("/api/csv", _route(api.csv)),
-        Route("/api/media", _route(api.media)),
         Route("/api/stream", api.stream),
         Route("/health", _health),
         *page_routes(page_files(), [f"/{module}" for module in MODULES]),
@@ -124,11 +120,6 @@ class _Api:
         with self.library.reading(_asked(request, "id")) as run:
             return facts.event_facts(run.reader, _asked(request, "i"))
 
-    def rich(self, request: Request) -> Any:
-        with self.library.reading(_asked(request, "id")) as run:
-            name = request.query_params.get("name", "")
-            return {"values": facts.rich_values(run.reader, _asked(request, "kind"), name)}
-
     def config(self, request: Request) -> Any:
         with self.library.reading(_asked(request, "id")) as run:
             config = run.reader.config()
@@ -166,18 +157,6 @@ class _Api:
             media_type="text/csv; charset=utf-8",
             headers={"Content-Disposition": 'attachment; filename="metrics.csv"', "Cache-Control": "no-store"},
         )
-
-    def media(self, request: Request, _: bytes) -> Response:
-        with self.library.reading(_asked(request, "id")) as run:
-            event = facts.event_facts(run.reader, _asked(request, "i"))
-            path = media_file(run.folder, event["data"].get("file")) if event["kind"] == "image" else None
-        if path is None or path.suffix.lower() not in PICTURE_TYPES:
-            raise BadInputError("This event has no picture in the media folder of its run.")
-        try:
-            kind = PICTURE_TYPES[path.suffix.lower()]
-            return Response(path.read_bytes(), media_type=kind, headers={"Cache-Control": "private, max-age=3600"})
-        except OSError as error:
-            raise BadInputError(f"The picture cannot be read ({error.strerror}).") from None
 
     async def stream(self, request: Request) -> Response:
         ids = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_QUERIES]

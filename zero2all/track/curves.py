@@ -31,11 +31,11 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.schema import Problem, Range, UnknownName, build
 from zero2all.track.buckets import bucket
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import Smoothing, parse_smoothing, smooth, smoothing_of
+from zero2all.track.smoothing import parse_smoothing, smooth, width_for
 
 MAX_BUCKETS = 4_000
 MAX_BAD_MARKS = 200
-REACH = {"ema": 20.0, "window": 1.0, "gaussian": 8.0, "median": 2.0}  # how many widths away a neighbour still matters
+REACH = 20.0  # how many widths away a neighbour still matters
 
 ALIGNMENT = 8
 REDRAWN_WIDTHS = 3.0
@@ -68,8 +68,8 @@ class Query:
     ghosts: bool = False  # what later attempts took back, instead of the curve
 
     @cached_property
-    def smoothing(self) -> Smoothing | None:
-        """How to smooth; ValueError when `smooth` cannot be read."""
+    def smoothing(self) -> float | None:
+        """The width of the mean in points; ValueError when `smooth` cannot be read."""
         return parse_smoothing(self.smooth or "none")
 
 
@@ -115,8 +115,8 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
     before = 0 if query.after is None else int(np.searchsorted(x, query.after, "right"))
     first = before if query.low is None else max(before, int(np.searchsorted(x, query.low, "left")))
     end = total if query.high is None else max(first, int(np.searchsorted(x, query.high, "right")))
-    smoothing = smoothing_of(values, query.smoothing)
-    smoothed = None if smoothing is None else _smooth_part(values, first, end, smoothing)
+    width = width_for(values, query.smoothing)
+    smoothed = None if width is None else _smooth_part(values, first, end, width)
     part_x, part = x[first:end], values[first:end]
     low = None if query.after is not None else query.low
     buckets = bucket(part_x, part, smoothed, low, query.high, query.count)
@@ -132,10 +132,10 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
     if buckets.nonfinite:
         bad = part_x[~np.isfinite(part)]
         columns["bad"] = bad[:: max(1, len(bad) // MAX_BAD_MARKS)][:MAX_BAD_MARKS]
-    if smoothing is not None and query.after is not None:  # what is new moves the smoothed line before it, too
-        start = max(0, first - math.ceil(REDRAWN_WIDTHS * smoothing.width))
+    if width is not None and query.after is not None:  # what is new moves the smoothed line before it, too
+        start = max(0, first - math.ceil(REDRAWN_WIDTHS * width))
         chosen = slice(start, first, max(1, (first - start) // MAX_REDRAWN))
-        columns["again_x"], columns["again"] = x[chosen], _smooth_part(values, start, first, smoothing)[:: chosen.step]
+        columns["again_x"], columns["again"] = x[chosen], _smooth_part(values, start, first, width)[:: chosen.step]
     facts = {
         "total": total,
         "before": before,
@@ -169,11 +169,11 @@ def _difference(x: Floats, values: Floats, base: RunReader, query: Query) -> tup
     return x[both], values[both] - np.interp(x[both], base_x, base_values)
 
 
-def _smooth_part(values: Floats, first: int, end: int, how: Smoothing) -> Floats:
-    reach = math.ceil(REACH[how.kind] * how.width)
+def _smooth_part(values: Floats, first: int, end: int, width: float) -> Floats:
+    reach = math.ceil(REACH * width)
     start = max(0, first - reach)
     stop = min(len(values), end + reach)
-    return smooth(values[start:stop], how)[first - start : end - start]
+    return smooth(values[start:stop], width)[first - start : end - start]
 
 
 def pack_curves(curves: Sequence[Curve]) -> bytes:

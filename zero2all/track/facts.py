@@ -1,7 +1,6 @@
-"""What the page shows of a run besides its curves: its status, its events, what it generated.
+"""What the page shows of a run besides its curves: its status and its events.
 
-Events are sent short; all about one of them is sent when it is opened. The board also looks for spikes in the loss
-itself, so that runs of other programs have them marked too. Everything is sent ready to be shown.
+Events are sent short; all about one of them is sent when it is opened. Everything is sent ready to be shown.
 """
 
 from __future__ import annotations
@@ -20,17 +19,14 @@ from zero2all.common.errors import BadInputError
 from zero2all.track.curves import along, start_time
 from zero2all.track.library import OpenRun, live_facts
 from zero2all.track.listing import TRAIN_WRITER
-from zero2all.track.reader import Axis, Event, RunReader, Series, Spike
-from zero2all.track.spikes import ROBUST_SIGMAS, SIGMA_OF_MAD, SIGMAS
+from zero2all.track.reader import Axis, Event, RunReader, Series
 from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
-RICH_KINDS = ("text", "image", "histogram")
 MAX_MARKS = 3_000
-MAX_FOUND_SPIKES = 300
 MAX_AROUND = 40
-MAX_HISTOGRAMS = 120
 SPIKE_METRIC = "loss"
-FOUND = "found-"  # the name of a spike the board found: this and its step
+MEASURES = ("value", "usual", "limit", "mean", "sigma")
+"""What an event says of its spike."""
 KINDS: dict[str, tuple[int, str, str]] = {
     "spike": (0, "bad", "▲"),
     "incident": (0, "bad", "✕"),
@@ -51,7 +47,7 @@ KINDS: dict[str, tuple[int, str, str]] = {
 }
 """How bad an event is (0 is worst), its tone on the page and its sign."""
 OTHER_KIND = (6, "accent", "◦")
-HIDDEN_KINDS = (*RICH_KINDS, "start", "prepared", "finish")
+HIDDEN_KINDS = ("start", "prepared", "finish")
 NOTES = ("text", "reason", "problem", "message", "name", "stage", "folder", "notes")
 """Where the one line about an event comes from: the first of these that it has."""
 MAX_FIELDS = 1_000
@@ -64,12 +60,6 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
     """All about a run that is needed to lay out its page."""
     reader = run.reader
     header = next((event.data for event in reversed(reader.events()) if event.kind == "segment"), {})
-    rich: dict[str, dict[str, int]] = {}
-    for event in reader.events():
-        if event.kind in RICH_KINDS:
-            names = rich.setdefault(event.kind, {})
-            name = str(event.data.get("name", ""))
-            names[name] = names.get(name, 0) + 1
     return {
         "id": run.run_id,
         "name": run.run_id.partition("/")[2],
@@ -80,7 +70,6 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
         "channels": channel_names(reader.metrics()),
         "start": start_time(reader),
         "host": header.get("host"),
-        "rich": rich,
         "skipped_lines": reader.skipped_lines,
         "problems": reader.problems,
     }
@@ -93,11 +82,7 @@ def marks(reader: RunReader, axis: Axis) -> dict[str, Any]:
     """What happened, as marks on the axis: the latest MAX_MARKS, and how many were left out."""
     events = [(number, event) for number, event in enumerate(reader.events()) if not _is_hidden(event)]
     kept = events[-MAX_MARKS:]
-    known = {event.step for _, event in kept if event.kind == "spike"}
-    spikes = [spike for spike in reader.spikes(SPIKE_METRIC) if spike.step not in known]
-    spikes = sorted(spikes, key=_height, reverse=True)[:MAX_FOUND_SPIKES]
     found = [{"i": str(number), **_mark(event)} for number, event in kept]
-    found += [_spike_mark(spike) for spike in spikes]
     for mark, x in zip(found, _places(reader, found, axis), strict=True):
         mark["x"] = x
     found = [mark for mark in found if mark["x"] is not None]
@@ -107,24 +92,16 @@ def marks(reader: RunReader, axis: Axis) -> dict[str, Any]:
 
 def event_facts(reader: RunReader, name: str) -> dict[str, Any]:
     """Everything about one event, and the metrics at its step."""
-    if name.startswith(FOUND):
-        step = name.removeprefix(FOUND)
-        spike = next((each for each in reader.spikes(SPIKE_METRIC) if str(each.step) == step), None)
-        if spike is None:
-            raise BadInputError(f"There is no spike at step {step}.")
-        numbers = {name: _finite(getattr(spike, name)) for name in ("value", "mean", "sigma", "median", "mad")}
-        facts = {**_spike_mark(spike), "data": {"metric": SPIKE_METRIC, **numbers}}
-        data: dict[str, Any] = {}
-    else:
-        events = reader.events()
-        if not name.isdecimal() or int(name) >= len(events):
-            raise BadInputError(f"There is no event {name}.")
-        event = events[int(name)]
-        facts = {"i": name, **_mark(event), "data": event.data}
-        data = event.data
-    facts |= {"fields": flatten(data), "around": _around(reader, facts["step"])}
-    if facts["kind"] == "spike":
-        facts |= {"measures": _measures(facts["data"]), "documents": _documents(reader, data)}
+    events = reader.events()
+    if not name.isdecimal() or int(name) >= len(events):
+        raise BadInputError(f"There is no event {name}.")
+    event = events[int(name)]
+    data = event.data
+    facts = {"i": name, **_mark(event), "data": data, "fields": flatten(data), "around": _around(reader, event.step)}
+    if event.kind == "spike":
+        numbers = [[word, _finite(data.get(word))] for word in MEASURES]
+        facts["measures"] = [row for row in numbers if row[1] is not None]
+        facts["documents"] = _documents(reader, data)
         losses = data.get("channel_losses") or (data.get("details") or {}).get("channel_losses")
         own = {key[5:]: value for key, value in facts["around"].items() if key.startswith("loss/")}
         losses = losses if isinstance(losses, dict) and losses else own
@@ -189,29 +166,6 @@ def _looks(kind: str) -> dict[str, Any]:
     return dict(zip(("rank", "tone", "sign"), KINDS.get(kind, OTHER_KIND), strict=True))
 
 
-def _spike_mark(spike: Spike) -> dict[str, Any]:
-    mark: dict[str, Any] = {"i": f"{FOUND}{spike.step}", "kind": "spike", "step": spike.step, "time": spike.time}
-    return mark | {"metric": SPIKE_METRIC, "value": _finite(spike.value), "found": True} | _looks("spike")
-
-
-def _measures(data: dict[str, Any]) -> list[list[Any]]:
-    """What makes a spike one: rows of a word, a number, its unit, and the limit it passed or did not."""
-    rows: list[list[Any]] = []
-    for word in ("value", "usual", "limit", "mean", "sigma", "median", "mad"):
-        number = _finite(data.get(word))
-        if number is not None:
-            # The page has another word for the smoothing called median.
-            rows.append(["medianBefore" if word == "median" else word, number, "", None])
-    value, mean, sigma = (_finite(data.get(word)) for word in ("value", "mean", "sigma"))
-    # The limits are those of the board's own rules; who wrote the event may have had others.
-    if value is not None and mean is not None and sigma:
-        rows.append(["aboveMean", (value - mean) / sigma, "σ", SIGMAS if "mad" in data else None])
-    median, mad = _finite(data.get("median")), _finite(data.get("mad"))
-    if value is not None and median is not None and mad:
-        rows.append(["aboveMedian", (value - median) / (SIGMA_OF_MAD * mad), "σ", ROBUST_SIGMAS])
-    return rows
-
-
 def _documents(reader: RunReader, data: dict[str, Any]) -> list[dict[str, Any]]:
     """The documents of a step: in the event itself, or in the incident that it names."""
     if isinstance(data.get("documents"), list):
@@ -232,10 +186,6 @@ def _documents(reader: RunReader, data: dict[str, Any]) -> list[dict[str, Any]]:
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []
-
-
-def _height(spike: Spike) -> float:
-    return (spike.value - spike.mean) / spike.sigma if spike.sigma > 0 else math.inf
 
 
 def _places(reader: RunReader, found: Sequence[dict[str, Any]], axis: Axis) -> list[float | None]:
@@ -275,28 +225,6 @@ def _around(reader: RunReader, step: int) -> dict[str, float | None]:
 
 def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-# ---- what was generated ----
-
-
-def rich_values(reader: RunReader, kind: str, name: str) -> list[dict[str, Any]]:
-    """The text samples, images or histograms of one name, in order of steps; texts are fetched one by one."""
-    found = [
-        (number, event)
-        for number, event in enumerate(reader.events())
-        if event.kind == kind and str(event.data.get("name", "")) == name
-    ]
-    found.sort(key=lambda each: each[1].step)
-    if kind == "histogram" and len(found) > MAX_HISTOGRAMS:
-        chosen = np.linspace(0, len(found) - 1, MAX_HISTOGRAMS).round().astype(int)
-        found = [found[place] for place in chosen]
-    hidden = ("text",) if kind == "text" else ()
-    return [
-        {"i": str(number), "step": event.step, "time": event.time}
-        | {key: value for key, value in event.data.items() if key not in ("name", *hidden)}
-        for number, event in found
-    ]
 
 
 # Which charts the board draws of a run: metric names in, groups of charts out.

@@ -31,7 +31,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, human_count, human_seconds, terminal_safe
 from zero2all.track.listing import TRAIN_WRITER, median_step_seconds
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
-from zero2all.track.smoothing import MIN_POINTS, Smoothing
+from zero2all.track.smoothing import MIN_POINTS
 from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
         return [Text(t("no metrics yet"), style="dim")]
     series = reader.series(metric)
     points = max(1, len(series))
-    smoothing = Smoothing("ema", points / MIN_POINTS) if points >= 4 * MIN_POINTS else None
+    smoothing = points / MIN_POINTS if points >= 4 * MIN_POINTS else None
     buckets = reader.buckets(metric, count=2 * width, smoothing=smoothing)
     low, high = _y_range(buckets.minimum.astype(float), buckets.maximum.astype(float))
     x_range = (float(series.step[0]), float(max(series.step[-1], series.step[0] + 1)))
@@ -196,7 +196,7 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
         title.append("  " + t(f"smoothed {buckets.smooth[-1]:.4f}"), style="dim")
     above = int((series.value[np.isfinite(series.value)] > high).sum())
     not_finite = int((~np.isfinite(series.value)).sum())
-    spikes = len(reader.spikes(metric))
+    spikes = sum(event.kind == "spike" for event in reader.events())
     for count, words, style in (
         (above, f"{above:,} points above the chart", "yellow"),
         (not_finite, f"{not_finite:,} not finite", "red"),

@@ -22,7 +22,7 @@ from zero2all.common.files import read_regular
 from zero2all.common.yamlio import LARGEST_BYTES
 from zero2all.track.rows import read_number, read_row
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
-from zero2all.track.writer import END_KIND, FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER, SEGMENT_KIND
+from zero2all.track.writer import END_KIND, FILE_NAME, METRICS_FOLDER, SEGMENT_KIND
 
 TRAIN_WRITER = "train"
 CONFIG_FILE = "config.yaml"
@@ -32,7 +32,6 @@ TAIL_ROWS = 512
 MAX_DEPTH = 4
 MAX_FOLDERS = 50_000  # folders looked into below one root, so that pointing at a whole disk ends
 ANNEAL_FILE = "anneal.json"
-MAX_IMAGE_BYTES = 128 << 20
 TOTAL_STEPS = re.compile(r"^train:[^\n]*\n(?:(?:[ #][^\n]*)?\n)*?  steps: (\d+)", re.MULTILINE)
 
 
@@ -84,17 +83,6 @@ def metrics_files(folder: Path) -> list[tuple[Path, str, int]]:
     except OSError:
         return []
     return sorted(found, key=lambda each: each[1:])
-
-
-def media_file(folder: Path, name: Any) -> Path | None:
-    """A picture below the run's `media`, or None when it is not there or the name leads elsewhere."""
-    media = (folder / MEDIA_FOLDER).resolve()
-    try:
-        path = (media / str(name)).resolve()
-        good = path.is_relative_to(media) and path.is_file() and path.stat().st_size <= MAX_IMAGE_BYTES
-    except (OSError, ValueError):
-        return None
-    return path if good else None
 
 
 def total_steps(folder: Path) -> int | None:

@@ -4,8 +4,8 @@
     mirror.start()
     find_runs([mirror.folder])
 
-Copied are the metrics files, `config.yaml`, `anneal.json` and what is below `media/`; never a checkpoint. One thread
-and one connection per mirror ask for the list of files about twice a second and for the new bytes:
+Copied are the metrics files, `config.yaml` and `anneal.json`; never a checkpoint. One thread and one connection
+per mirror ask for the list of files about twice a second and for the new bytes:
 
 - A metrics file only grows, so only its end is fetched, with a few bytes that are already here: where these do not
   match, the file was replaced and is fetched anew beside the old one. All other files are replaced whole.
@@ -29,15 +29,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.lock import folder_lock
 from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
 from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, FileRange, Request, SshError, parse_address
-from zero2all.track.writer import FILE_NAME, MEDIA_FOLDER, METRICS_FOLDER
+from zero2all.track.writer import FILE_NAME, METRICS_FOLDER
 
 WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)  # files of a run itself; an anneal changes where the run ends
-MEDIA_DEPTH = 4
 
 POLL_SECONDS = 0.5
 QUIET_POLL_SECONDS = 1.0
@@ -52,7 +50,7 @@ BATCH_SECONDS = 0.5
 BYTES_PER_SECOND = 16_000_000
 
 MAX_FILES = 50_000
-MAX_OTHER_BYTES = 64_000_000  # a config or a picture larger than this is left out
+MAX_CONFIG_BYTES = 64_000_000  # a larger one is left out
 MIN_FREE_BYTES = 500_000_000
 MAX_SLOTS = 16
 UNREADABLE = "files that cannot be read there"
@@ -101,7 +99,6 @@ class Mirror:
         self.folder = self._slot / "runs"
         """Where the runs are on this machine: one folder per run, as find_runs expects."""
         self._incoming = self._slot / "incoming"
-        self._index = self._slot / "index.json"
         self.folder.mkdir(exist_ok=True)
         shutil.rmtree(self._incoming, ignore_errors=True)
         self._incoming.mkdir()
@@ -113,7 +110,7 @@ class Mirror:
         self._guard = threading.Lock()
 
         self._far: dict[PurePosixPath, FarFile] = {}
-        self._fetched: dict[PurePosixPath, tuple[str, int]] = self._load_index()
+        self._fetched: dict[PurePosixPath, tuple[str, int]] = dict.fromkeys(self._kept_files(), (UNKNOWN, -1))
         self._blocked: dict[PurePosixPath, FarFile] = {}
         self._replaced: set[PurePosixPath] = set()
         self._grew_at: dict[PurePosixPath, float] = {}
@@ -179,7 +176,6 @@ class Mirror:
         finally:
             self.received_bytes += connection.received_bytes
             connection.close()
-            self._save_index()
 
     def _keep_up(self, connection: Connection, is_one_run: bool) -> None:
         """List and fetch until the connection breaks or the mirror is stopped."""
@@ -204,7 +200,6 @@ class Mirror:
                 self._fetch(connection, jobs)
                 jobs = self._jobs()
             if not jobs and not self._synced.is_set():
-                self._save_index()
                 self._synced.set()
             quiet = time.monotonic() - changed_at > QUIET_AFTER_SECONDS
             rest = began + (QUIET_POLL_SECONDS if quiet else POLL_SECONDS) - time.monotonic()
@@ -225,8 +220,8 @@ class Mirror:
                 why = "files that do not belong to a run"
             elif len(far) >= MAX_FILES:
                 why = f"files beyond the first {MAX_FILES:,}"
-            elif not file.only_grows and file.size > MAX_OTHER_BYTES:
-                why = f"configs and media larger than {MAX_OTHER_BYTES // 1_000_000} MB"
+            elif not file.only_grows and file.size > MAX_CONFIG_BYTES:
+                why = f"configs larger than {MAX_CONFIG_BYTES // 1_000_000} MB"
             if file is None or why:
                 problems[str(why)] = problems.get(str(why), 0) + 1
             else:
@@ -340,7 +335,7 @@ class Mirror:
         version = file.identity if file.only_grows else f"{file.identity} {file.size}"
         return self._incoming / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
 
-    # ---- what is gone, and what is known from the last time ----
+    # ---- what is gone, and what is here from the last time ----
 
     def _forget_gone(self, now: float) -> None:
         """Remove the copies of files that are no longer there."""
@@ -358,26 +353,11 @@ class Mirror:
         for local in [local for local in self._missing_since if local in self._far]:
             del self._missing_since[local]
 
-    def _load_index(self) -> dict[PurePosixPath, tuple[str, int]]:
-        """What each file here was on the far side; a file whose size is not as noted is checked by its bytes."""
-        try:
-            entries = jsonio.loads(self._index.read_bytes())
-            known = {PurePosixPath(name): (str(identity), int(size)) for name, (identity, size) in entries.items()}
-        except (OSError, ValueError, TypeError, AttributeError):
-            known = {}
-        found = {}
+    def _kept_files(self) -> Iterator[PurePosixPath]:
+        """What is here from the last time; whether it still fits is seen by its bytes."""
         for path in self.folder.rglob("*"):
             if path.is_file():
-                local = PurePosixPath(path.relative_to(self.folder).as_posix())
-                entry = known.get(local, (UNKNOWN, -1))
-                found[local] = entry if entry[1] <= path.stat().st_size else (UNKNOWN, -1)
-        return found
-
-    def _save_index(self) -> None:
-        entries = {str(local): entry for local, entry in self._fetched.items()}
-        fresh = self._index.with_suffix(".new")
-        fresh.write_bytes(jsonio.dumps_line(entries))
-        fresh.replace(self._index)
+                yield PurePosixPath(path.relative_to(self.folder).as_posix())
 
 
 def parse_line(line: bytes, own_name: str | None) -> FarFile | None:
@@ -407,9 +387,7 @@ def is_safe_part(part: str) -> bool:
 def _is_wanted(parts: list[str]) -> bool:
     if len(parts) == 2:
         return parts[1] in WHOLE_FILES
-    if len(parts) == 3 and parts[1] == METRICS_FOLDER:
-        return FILE_NAME.fullmatch(parts[2]) is not None
-    return 3 <= len(parts) <= 2 + MEDIA_DEPTH and parts[1] == MEDIA_FOLDER
+    return len(parts) == 3 and parts[1] == METRICS_FOLDER and FILE_NAME.fullmatch(parts[2]) is not None
 
 
 def _size(path: Path) -> int:

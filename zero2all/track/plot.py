@@ -28,7 +28,7 @@ from zero2all.common.progress import counted, human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import MIN_POINTS, Smoothing, smooth, smoothing_of
+from zero2all.track.smoothing import MIN_POINTS, smooth, width_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +83,7 @@ class PlotOptions:
 
     title: str | None = None  # none takes the name of the run, or how many runs there are
     axis: Axis = "step"
-    smoothing: Smoothing | Literal["auto"] | None = "auto"  # `auto`: long curves over a fiftieth of their rows
+    smoothing: float | Literal["auto"] | None = "auto"  # the width in rows; `auto`: long curves, as much as they need
     metrics: tuple[str, ...] = ()  # one panel for each of these; empty: the usual ones
     width_inches: float = 11.5
     height_inches: float | None = None  # none makes room for the panels
@@ -337,12 +337,12 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     not_finite = 0
-    used: Smoothing | None = None
+    used: float | None = None
     for label, curve in panel.lines.items():
         x = curve.along(options.axis)
-        how = _smoothing_for(curve.series.value, options.smoothing) if panel.is_smoothed else None
-        used = how or used
-        _draw_line(axis, x, curve.series.value, colors[label], how)
+        width = _smoothing_width(curve.series.value, options.smoothing) if panel.is_smoothed else None
+        used = width or used
+        _draw_line(axis, x, curve.series.value, colors[label], width)
         bad = x[~np.isfinite(curve.series.value)]
         not_finite += len(bad)
         if len(bad):
@@ -355,7 +355,7 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         for step in [step for run in runs.values() for step in run.resumed_at_steps]:
             axis.axvline(step, color="#94a3b8", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     axis.set_title(_shortened(_printable(_t(panel.title)), 60), color=INK)
-    notes = [_t(f"thick: smoothed ({used.kind}, {used.width:.0f} rows)")] if used else []
+    notes = [_t(f"thick: smoothed (exponential mean over {used:.0f} rows)")] if used else []
     notes += [_t(f"{not_finite} not finite (×)")] if not_finite else []
     axis.set_title(", ".join(notes), loc="right", fontsize=8.5, fontweight="normal", color=FAINT_INK)
     axis.set_xlabel(_t(AXIS_LABELS[options.axis]))
@@ -373,26 +373,25 @@ def _draw_panel(axis: Axes, panel: _Panel, colors: dict[str, str], options: Plot
         _draw_legend(axis, panel, colors)
 
 
-def _smoothing_for(values: NDArray[np.float64], wanted: Smoothing | Literal["auto"] | None) -> Smoothing | None:
+def _smoothing_width(values: NDArray[np.float64], wanted: float | Literal["auto"] | None) -> float | None:
     if wanted == "auto":
-        # A window that shrinks towards the ends: the others would begin below the steep start of a loss.
         rows = len(values)
-        wanted = Smoothing("window", min(rows / MIN_POINTS, 4_000)) if rows >= 3 * MIN_POINTS else None
-    return smoothing_of(values, wanted)
+        wanted = min(rows / (4 * MIN_POINTS), 1_000.0) if rows >= 3 * MIN_POINTS else None
+    return width_for(values, wanted)
 
 
 def _draw_line(
-    axis: Axes, x: NDArray[np.float64], logged: NDArray[np.float64], color: str, smoothing: Smoothing | None
+    axis: Axes, x: NDArray[np.float64], logged: NDArray[np.float64], color: str, width: float | None
 ) -> None:
     """The values as logged, thin where the smoothed curve is drawn over them."""
     values = np.where(np.isfinite(logged) & np.isfinite(x), logged, np.nan)
     marker: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
-    if smoothing is None:
+    if width is None:
         line = thin_out(x, values, MAX_LINE_POINTS)
         axis.plot(*line, color=color, linewidth=1.9, zorder=3, **(marker if len(values) <= 60 else {}))
         return
     axis.plot(*thin_out(x, values, MAX_LINE_POINTS), color=color, linewidth=0.8, alpha=0.4, zorder=2)
-    axis.plot(*thin_out(x, smooth(values, smoothing), MAX_LINE_POINTS), color=color, linewidth=2.0, zorder=3)
+    axis.plot(*thin_out(x, smooth(values, width), MAX_LINE_POINTS), color=color, linewidth=2.0, zorder=3)
 
 
 def _draw_legend(axis: Axes, panel: _Panel, colors: dict[str, str]) -> None:

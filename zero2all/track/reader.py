@@ -23,14 +23,13 @@ from zero2all.track.columns import MAX_METRICS, MetricNames, user_cache
 from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
 from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Series, SeriesPart, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.smoothing import Smoothing, smooth, smoothing_of
-from zero2all.track.spikes import Spike, find_spikes
+from zero2all.track.smoothing import smooth, width_for
 from zero2all.track.status import RunStatus
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 __all__ = [
-    "Axis", "Buckets", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "Smoothing", "Spike",
-    "find_runs", "read_run",
+    "Axis", "Buckets", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "find_runs",
+    "read_run",
 ]  # fmt: skip
 
 Axis = Literal["step", "tokens", "time", "flops"]
@@ -56,8 +55,7 @@ class RunReader:
         self._event_keys: set[tuple[str, int, str, int, float]] = set()
         self._taken_events: dict[str, int] = {}
         self._joined: dict[str, tuple[int, Series, Series]] = {}
-        self._found_spikes: dict[str, tuple[int, list[Spike]]] = {}
-        self._smooth_curves: dict[tuple[str, Smoothing], tuple[Series, NDArray[np.float64]]] = {}
+        self._smooth_curves: dict[tuple[str, float], tuple[Series, NDArray[np.float64]]] = {}
         self._problems: dict[str, int] = {}
         self._status = RunStatus()
         self.refresh()
@@ -100,12 +98,13 @@ class RunReader:
         low: float | None = None,
         high: float | None = None,
         count: int = 2000,
-        smoothing: Smoothing | None = None,
+        smoothing: float | None = None,
     ) -> Buckets:
-        """The curve from `low` to `high` of `axis` in at most `count` buckets, smoothed before it is cut."""
+        """The curve from `low` to `high` of `axis` in at most `count` buckets; `smoothing` is the width of
+        the exponential mean in points, applied before the cut."""
         points = self.series(metric)
         x = self.along(points, axis)
-        smoothing = smoothing_of(points.value, smoothing)
+        smoothing = width_for(points.value, smoothing)
         smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
         return bucket(x, points.value, smoothed, low, high, count)
 
@@ -113,15 +112,6 @@ class RunReader:
         """Events in the order they were found, without the first `after` of them."""
         with self._lock:
             return self._events[after:]
-
-    def spikes(self, metric: str = "loss") -> list[Spike]:
-        """Points far above those before them, computed from the curve itself; see `spikes.py` for the rules."""
-        points = self.series(metric)
-        with self._lock:
-            known = self._found_spikes.get(metric)
-            if known is None or known[0] != self.version:
-                known = self._found_spikes[metric] = (self.version, find_spikes(points))
-            return known[1]
 
     def config(self) -> dict[str, Any] | None:
         """The resolved config of the run, or None when there is none that can be read."""
@@ -245,14 +235,14 @@ class RunReader:
             self._joined[metric] = (self.version, curve, ghosts)
             return curve, ghosts
 
-    def _smoothed(self, metric: str, points: Series, how: Smoothing) -> NDArray[np.float64]:
+    def _smoothed(self, metric: str, points: Series, width: float) -> NDArray[np.float64]:
         """The smoothed curve, kept for the next zoom."""
         with self._lock:
-            known = self._smooth_curves.pop((metric, how), None)
+            known = self._smooth_curves.pop((metric, width), None)
         if known is None or known[0] is not points:
-            known = (points, smooth(points.value, how))
+            known = (points, smooth(points.value, width))
         with self._lock:
-            self._smooth_curves[metric, how] = known
+            self._smooth_curves[metric, width] = known
             while len(self._smooth_curves) > MAX_SMOOTH_CURVES:
                 del self._smooth_curves[next(iter(self._smooth_curves))]
         return known[1]

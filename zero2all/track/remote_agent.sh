@@ -13,9 +13,9 @@ else
     printf "%s missing\n" "$mark"; exit 0;
 fi;
 listing() {
-    if [ "$kind" = run ]; then set -- ./metrics ./config.yaml ./anneal.json ./media;
-    else set -- ./*/metrics ./*/config.yaml ./*/anneal.json ./*/media; fi;
-    find -L "$@" -type f "(" -name "*.jsonl" -o -name config.yaml -o -name anneal.json -o -path "*/media/*" ")"
+    if [ "$kind" = run ]; then set -- ./metrics ./config.yaml ./anneal.json;
+    else set -- ./*/metrics ./*/config.yaml ./*/anneal.json; fi;
+    find -L "$@" -type f "(" -name "*.jsonl" -o -name config.yaml -o -name anneal.json ")"
         -exec ls -lin -L {} +;
 };
 last=none;

@@ -10,7 +10,6 @@ Files: `<run>/metrics/<writer>-<attempt>.jsonl`, one per process start, never re
 `{step, time, tokens, values}`, event rows `{step, time, kind, data}`. The first row is an event `segment` (who writes,
 and from which step a resumed run goes on), the last row of a run that ended by itself an event `end`. NaN and the
 infinities are written as the strings "NaN", "Infinity" and "-Infinity", because JSON has no numbers for them.
-Pictures go to `<run>/media/`; their event row names the file.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ import re
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Concatenate, ParamSpec
 
 from zero2all.common import jsonio
-from zero2all.track import values as convert
 from zero2all.track.status import pid_namespace
 
 METRICS_FOLDER = "metrics"
-MEDIA_FOLDER = "media"
 SEGMENT_KIND = "segment"
 END_KIND = "end"
 FORMAT = 1
@@ -48,9 +45,6 @@ CLOSE_SECONDS = 2.0  # how long `close` waits for the last rows by default; only
 FIRST_RETRY_SECONDS = 0.1
 LAST_RETRY_SECONDS = 5.0
 MAX_PROBLEMS = 100  # different messages kept in `problems`; a million bad metric names must not fill the memory
-MAX_TEXT_CHARACTERS = 100_000
-MAX_HELD_BYTES = 128 << 20  # pictures, texts and large rows waiting for the disk; more are dropped
-LARGE_ROW_VALUES = 1_000
 TAKEN_OVER = "the run belongs to another process now"
 END_ROW_BYTES = 16 << 10
 
@@ -123,7 +117,6 @@ class MetricsWriter:
 
         self._may_write = may_write
         self._queue: SimpleQueue[_Row | None] = SimpleQueue()
-        self._held_bytes = 0
         self._end: dict[str, Any] = {}
         self._queue_rows = queue_rows
         self._lock = threading.RLock()  # re-entrant: a signal handler may log an event in the middle of log()
@@ -164,43 +157,15 @@ class MetricsWriter:
             kept, waits = self._snapshots(kept)
         when = time.time() if at is None else float(at)
         row = {"step": operator.index(step), "time": when, "tokens": operator.index(tokens), "values": kept}
-        self._put((row, waits, 0 if len(kept) < LARGE_ROW_VALUES else self._hold(200 * len(kept))))
+        self._put((row, waits))
 
     @_never_raises
     def event(self, kind: str, step: int, data: Mapping[str, Any] | None = None) -> None:
         """Write that something happened at `step`. `data` may be nested; objects are written as text."""
         devices: set[Any] = set()
-        content = convert.frozen(data or {}, devices)
-        row = {"step": operator.index(step), "time": time.time(), "kind": convert.utf8_text(kind), "data": content}
-        self._put((row, convert.copies_done(devices), 0))
-
-    @_never_raises
-    def text(self, name: str, text: str, step: int) -> None:
-        """Write a text sample; beyond 100,000 characters it is cut, and `cut_characters` counts the rest."""
-        whole = convert.utf8_text(text)
-        data: dict[str, Any] = {"name": convert.utf8_text(name), "text": whole[:MAX_TEXT_CHARACTERS]}
-        if len(whole) > MAX_TEXT_CHARACTERS:
-            data["cut_characters"] = len(whole) - MAX_TEXT_CHARACTERS
-        self._event_holding("text", step, data, 4 * len(data["text"]))
-
-    @_never_raises
-    def histogram(self, name: str, edges: Sequence[float], counts: Sequence[float], step: int) -> None:
-        """Write a histogram: one edge more than there are counts, as numpy's `histogram` returns them (swapped)."""
-        edge_list, count_list = convert.json_numbers(edges), convert.json_numbers(counts)
-        if len(edge_list) != len(count_list) + 1:
-            raise ValueError(f"{len(edge_list)} edges for {len(count_list)} counts: one edge more is needed")
-        data = {"name": convert.utf8_text(name), "edges": edge_list, "counts": count_list}
-        self._event_holding("histogram", step, data, 32 * len(edge_list))
-
-    @_never_raises
-    def image(self, name: str, image: Any, step: int) -> None:
-        """Write a picture: the bytes of a PNG, or an array of bytes (uint8), height × width × 1, 3 or 4.
-
-        The array is copied now and becomes a PNG in the thread; one the disk does not take is dropped and counted.
-        """
-        picture = convert.picture_of(image)
-        data = {"name": convert.utf8_text(name), "width": picture.width, "height": picture.height, "file": picture}
-        self._event_holding("image", step, data, len(picture.content))
+        content = _frozen(data or {}, devices)
+        row = {"step": operator.index(step), "time": time.time(), "kind": _utf8_text(kind), "data": content}
+        self._put((row, _copies_done(devices)))
 
     def close(self, timeout_seconds: float | None = None, reason: str = "done", message: str | None = None) -> None:
         """Write what is queued, for at most `timeout_seconds` (None: CLOSE_SECONDS), then say why the run ended.
@@ -212,8 +177,8 @@ class MetricsWriter:
             if self._fork_count != _fork_count or self._closed:
                 return
             self._closed = True
-            self._end = {"reason": convert.utf8_text(reason)} | (
-                {} if message is None else {"message": convert.utf8_text(message)[:2000]}
+            self._end = {"reason": _utf8_text(reason)} | (
+                {} if message is None else {"message": _utf8_text(message)[:2000]}
             )
             self._closing.set()
             self._queue.put(None)
@@ -246,43 +211,26 @@ class MetricsWriter:
 
     # ---- the caller's side ----
 
-    def _event_holding(self, kind: str, step: int, data: dict[str, Any], size: int) -> None:
-        """Queue an event that is large, if there is room for it."""
-        row = {"step": operator.index(step), "time": time.time(), "kind": kind, "data": data}
-        self._put((row, [], self._hold(size)))
-
-    def _hold(self, size: int) -> int:
-        """Reserve `size` bytes until their row has left the queue; MemoryError when too many are held."""
-        with self._lock:
-            if self._held_bytes + size > MAX_HELD_BYTES:
-                raise MemoryError(f"more than {MAX_HELD_BYTES >> 20} MiB of pictures and texts wait for the disk")
-            self._held_bytes += size
-        return size
-
     def _snapshots(self, values: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
         """The values as they are now, and the CUDA events after which they are on the host."""
         kept: dict[str, Any] = {}
         devices: set[Any] = set()
         for key, value in values.items():
             try:
-                kept[key] = value if type(value) is float else convert.snapshot(value, devices)
+                kept[key] = value if type(value) is float else _snapshot(value, devices)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
-        return kept, convert.copies_done(devices)
+        return kept, _copies_done(devices)
 
     def _put(self, row: _Row) -> None:
         if self._closed:
             self._drop("log() or event()", RuntimeError("called after close()"))
             return
         if self._queue.qsize() >= self._queue_rows:
-            try:
-                oldest = self._queue.get_nowait()
-            except Empty:
-                pass  # the thread was faster
-            else:
+            with suppress(Empty):  # the thread was faster
+                self._queue.get_nowait()
                 with self._lock:
                     self.dropped_rows += 1
-                    self._held_bytes -= oldest[2] if oldest else 0
         self._queue.put(row)
 
     def _drop(self, what: str, error: Exception, rows: int = 1) -> None:
@@ -305,9 +253,6 @@ class MetricsWriter:
                 self._write(row)
             except Exception as error:
                 self._drop("writing a row", error)
-            if row[2]:
-                with self._lock:
-                    self._held_bytes -= row[2]
         try:
             self._report()
             end = {"step": self._last_step, "time": time.time(), "kind": END_KIND, "data": self._end}
@@ -318,7 +263,7 @@ class MetricsWriter:
             self._remember("ending the writer thread", error)
 
     def _write(self, row: _Row) -> None:
-        content, waits, _ = row
+        content, waits = row
         for copied in waits:
             copied.synchronize()
         self._last_step = content["step"]
@@ -338,38 +283,18 @@ class MetricsWriter:
                 except Exception:
                     pass  # a name that is no text: it is made one below
             content["values"] = self._numbers(content["values"])
-        elif isinstance(picture := content["data"].get("file"), convert.Picture):
-            content["data"]["file"] = self._save_picture(picture, content["data"]["name"], content["step"])
         else:
-            content["data"] = convert.plain(content["data"])
+            content["data"] = _plain(content["data"])
         return jsonio.dumps_line(content)
 
     def _numbers(self, values: dict[str, Any]) -> dict[str, float | str]:
         numbers: dict[str, float | str] = {}
         for key, value in values.items():
             try:
-                numbers[convert.utf8_text(key)] = convert.json_number(value)
+                numbers[_utf8_text(key)] = _json_number(value)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
         return numbers
-
-    def _save_picture(self, picture: convert.Picture, name: str, step: int) -> str:
-        """Write the PNG whole under its final name; returns that name below the media folder."""
-        if not self._may_write():
-            raise PermissionError(TAKEN_OVER)
-        safe_name = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:80].strip(".") or "image"
-        folder = self.folder / MEDIA_FOLDER / f"{self.writer}-{self.attempt or 1}"
-        if not self.folder.is_dir():
-            raise FileNotFoundError("the run folder was deleted")
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{step:08d}-{zlib.crc32(name.encode()):08x}-{safe_name}.png"
-        partial = path.with_name(f"{path.name}.partial-{self._pid}")
-        try:
-            partial.write_bytes(picture.png())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return f"{folder.name}/{path.name}"
 
     def _report(self) -> None:
         """Write an event row when rows were dropped or a new kind of problem appeared since the last one."""
@@ -378,7 +303,7 @@ class MetricsWriter:
             data = {"dropped_rows": self.dropped_rows, "problems": dict(self.problems)}
         if now != self._reported:
             self._reported, self._reported_at = now, time.monotonic()
-            row = {"step": self._last_step, "time": time.time(), "kind": REPORT_KIND, "data": convert.plain(data)}
+            row = {"step": self._last_step, "time": time.time(), "kind": REPORT_KIND, "data": _plain(data)}
             self._append(jsonio.dumps_line(row))
 
     def _append(self, line: bytes) -> bool:
@@ -454,6 +379,81 @@ class MetricsWriter:
         }
 
 
+# ---- what may be logged: the caller's side takes a copy without waiting for the device, the thread turns it into JSON
+
+
+def _snapshot(value: Any, devices: set[Any]) -> Any:
+    """A copy of the value, not waited for. The CUDA devices that are still copying are added to `devices`."""
+    if hasattr(value, "full_tensor"):
+        raise TypeError("this is a sharded DTensor; log its full_tensor()")
+    if not hasattr(value, "detach"):
+        return value
+    value = value.detach()
+    device = getattr(value, "device", None)
+    kind = getattr(device, "type", None)
+    if kind == "cpu":
+        return value.item()
+    if kind == "cuda":
+        devices.add(device)
+        return value.to("cpu", non_blocking=True)
+    return value.clone() if hasattr(value, "clone") else value
+
+
+def _copies_done(devices: set[Any]) -> list[Any]:
+    """CUDA events right behind the copies; `.item()` would wait for all that was queued since, too."""
+    # Only CUDA tensors put a device here, so torch is loaded; importing it for everyone else would take seconds.
+    return [sys.modules["torch"].cuda.current_stream(device).record_event() for device in devices]
+
+
+def _json_number(value: Any) -> float | str:
+    """A JSON number, or the name of a float that JSON cannot write."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"a metric must be a number, this is {type(value).__name__}")
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _frozen(value: Any, devices: set[Any]) -> Any:
+    """A copy of nested `value` that later changes by the caller do not reach; device scalars stay unresolved."""
+    if isinstance(value, Mapping):
+        return {_utf8_text(key): _frozen(inner, devices) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_frozen(inner, devices) for inner in value]
+    if hasattr(value, "detach"):
+        try:
+            return _snapshot(value, devices)
+        except Exception as error:  # several elements, or sharded
+            return f"{type(value).__name__}: {error}"
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """What `_frozen` kept, as JSON can hold it: numbers, text, lists and objects; anything else by its `str`."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    try:
+        return _json_number(value)
+    except Exception:
+        return _utf8_text(value)
+
+
+def _utf8_text(value: Any) -> str:
+    """UTF-8 text, whatever comes; lone surrogates are escaped."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+# ---- the process ----
+
 _FLOATS = frozenset((float,))
 
 _fork_count = 0  # forks on the way to this process; cheaper than asking for the process number
@@ -466,8 +466,8 @@ def _count_fork() -> None:
 
 os.register_at_fork(after_in_child=_count_fork)
 
-_Row = tuple[dict[str, Any], list[Any], int]
-"""A row as it waits in the queue, the CUDA events after which its values are on the host, and the bytes it holds."""
+_Row = tuple[dict[str, Any], list[Any]]
+"""A row as it waits in the queue, and the CUDA events after which its values are on the host."""
 
 
 def _process_start() -> float:

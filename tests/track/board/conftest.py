@@ -39,7 +39,6 @@ def write_run(folder: Path, steps: int, seed: int, spike: int | None = None) -> 
                 run.log({"eval/wiki/bpb": 1 + 1 / step, "eval/code/bpb": 2 + 1 / step}, step=step, tokens=100 * step)
                 run.event("checkpoint", step, {"path": f"step-{step}"})
                 run.event("text", step, {"name": "capital", "text": f"step {step}: <script>alert(2)</script>"})
-                run.event("histogram", step, {"name": "weights", "edges": [0, 1, 2], "counts": [step, 5]})
         if spike:
             channels = {"en": 6.5, "zh": 7.9}
             documents = [{"source": "web", "gid": 4242, "position": 17}]

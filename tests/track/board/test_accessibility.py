@@ -36,7 +36,6 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
     for place in ("left", "right"):
         with MetricsWriter(root / place / "runs" / "same") as run:
             run.log({"loss": 2.0}, step=1, tokens=1)
-            run.image("picture", [[[0]], [[255]]], step=1)
             run.event("sanity", 0, {"notes": ["disk: enough", "memory: enough"]})
     with MetricsWriter(root / "left" / "runs" / "nan") as run:
         for step in range(80):

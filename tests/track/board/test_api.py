@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
 import re
 import shutil
@@ -27,7 +26,6 @@ from zero2all.track.api import make_app, stream_changes
 from zero2all.track.curves import Curve, pack_curves, unpack_curves
 from zero2all.track.library import Root, RunLibrary, UnknownRunError
 from zero2all.track.server import Board, BoardOptions, open_roots
-from zero2all.track.smoothing import KINDS
 
 from .conftest import HOSTILE, SPIKE_STEP
 
@@ -84,16 +82,6 @@ def test_a_run_that_just_began_is_found_however_long_listing_takes(tmp_path):
             pass
 
 
-def test_200_runs_are_listed(tmp_path):
-    line = json.dumps({"step": 1, "time": 5.0, "tokens": 1, "values": {"loss": 2.0}}) + "\n"
-    for number in range(200):
-        folder = tmp_path / "runs" / f"run-{number}" / "metrics"
-        folder.mkdir(parents=True)
-        (folder / "train-1.jsonl").write_text(line * 50)
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    assert client.get("/api/runs").json()["total"] == 200
-
-
 def test_a_spike_of_one_step_is_in_the_band_however_few_buckets_there_are(client):
     (curve,) = curves(client, {"run": "0/base", "metric": "loss", "count": 10})
     assert len(curve.columns["x"]) == 10
@@ -115,12 +103,6 @@ def test_the_difference_to_the_run_itself_is_nothing(client, axis):
     (curve,) = curves(client, {"run": "0/base", "metric": "loss", "base": "0/base", "axis": axis})
     assert len(curve.columns["mean"]) == 400
     assert np.abs(curve.columns["mean"]).max() < 1e-6
-
-
-def test_the_difference_ends_where_the_shorter_run_ends(client):
-    (curve,) = curves(client, {"run": "0/base", "metric": "lr", "base": "0/other"})
-    assert curve.facts["end"] == 300
-    np.testing.assert_allclose(curve.columns["mean"], -1e-4, rtol=1e-4)
 
 
 def test_values_that_are_not_finite_are_left_out_and_their_places_told(client):
@@ -170,11 +152,10 @@ def test_packed_curves_come_out_as_they_went_in():
         {"run": "0/base", "metric": "loss", "low": "1"},
         {"run": "0/base", "metric": "loss", "smooth": "ema:-3"},
         {"run": "0/base", "metric": "loss", "smooth": "spline:3"},
-        *({"run": "0/base", "metric": "loss", "smooth": f"{kind}:1e300"} for kind in KINDS),
-        {"run": "0/base", "metric": "loss", "smooth": "gaussian:1e7"},
-        {"run": "0/base", "metric": "loss", "smooth": "gaussian:nan"},
-        {"run": "0/base", "metric": "loss", "smooth": ["gaussian", 5]},
-        {"run": "0/base", "metric": "loss", "smooth": {"gaussian": 10**400}},
+        {"run": "0/base", "metric": "loss", "smooth": "ema:1e300"},
+        {"run": "0/base", "metric": "loss", "smooth": "ema:nan"},
+        {"run": "0/base", "metric": "loss", "smooth": ["ema", 5]},
+        {"run": "0/base", "metric": "loss", "smooth": {"ema": 10**400}},
         {"run": "0/base", "metric": "loss", "low": 10**400},
         [],
     ],
@@ -185,7 +166,7 @@ def test_a_bad_query_is_refused_with_a_reason(client, query):
     assert len(reply.json()["error"]) > 20
 
 
-# ---- events and rich values ----
+# ---- events ----
 
 
 def test_recorded_spikes_are_marked_with_value_and_documents(client):
@@ -195,35 +176,6 @@ def test_recorded_spikes_are_marked_with_value_and_documents(client):
     facts = client.get("/api/event", params={"id": "0/base", "i": spike["i"]}).json()
     assert facts["data"]["documents"] == [{"source": "web", "gid": 4242, "position": 17}]
     assert facts["around"]["loss/zh"] > 7
-
-
-def test_spikes_nobody_recorded_are_found_in_the_loss(tmp_path):
-    with MetricsWriter(tmp_path / "r") as run:
-        for step in range(1, 301):
-            run.log({"loss": 9.0 if step == 250 else 2.0 + 0.01 * math.sin(step), "loss/en": 1.0}, step=step)
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    (spike,) = [m for m in client.get("/api/events", params={"id": "0/r"}).json()["marks"] if m["kind"] == "spike"]
-    assert (spike["step"], spike["found"]) == (250, True)
-    facts = client.get("/api/event", params={"id": "0/r", "i": spike["i"]}).json()
-    assert facts["data"]["value"] == 9.0
-    assert facts["around"]["loss/en"] == 1.0
-
-
-def test_the_panel_of_a_spike_says_which_rule_found_it_and_its_limit(tmp_path):
-    rng = np.random.default_rng(0)
-    losses = 2 + 0.02 * rng.normal(size=300)
-    losses[[200, 204]] += [0.5, 0.25]  # the first widens the standard deviation, and hides the second from its rule
-    with MetricsWriter(tmp_path / "r") as run:
-        for step, loss in enumerate(losses, 1):
-            run.log({"loss": loss}, step=step)
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    measures = {}
-    for step in (201, 205):
-        rows = client.get("/api/event", params={"id": "0/r", "i": f"found-{step}"}).json()["measures"]
-        measures[step] = {word: (number, limit) for word, number, _, limit in rows}
-    assert measures[201]["aboveMean"][0] > measures[201]["aboveMean"][1] == 6.0
-    assert measures[205]["aboveMean"][0] < 6.0, "not by this rule"
-    assert measures[205]["aboveMedian"][0] > measures[205]["aboveMedian"][1] == 7.0, "but by this one"
 
 
 def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_its_incident(tmp_path):
@@ -243,7 +195,7 @@ def test_a_spike_of_the_trainers_guards_shows_limit_channels_and_documents_of_it
     assert first["metric"] == "grad_norm", "its ring belongs on that curve, not on the loss"
     assert first["note"] == finding["text"]
     facts = client.get("/api/event", params={"id": "0/r", "i": first["i"]}).json()
-    assert [row[:2] for row in facts["measures"]] == [["value", 9.3], ["usual", 1.1], ["limit", 4.0]]
+    assert facts["measures"] == [["value", 9.3], ["usual", 1.1], ["limit", 4.0]]
     assert facts["losses"] == [["zh", 3.3], ["en", 2.1]]
     assert facts["documents"] == [{"source": "web", "loss": 7.5, "gid": 4242, "title": "", "text": "bad words"}]
     assert client.get("/api/event", params={"id": "0/r", "i": second["i"]}).json()["documents"] == []
@@ -326,14 +278,6 @@ def test_short_curves_are_not_smoothed_and_new_points_move_the_smoothed_line_bef
     np.testing.assert_allclose(end.columns["again"], wanted, rtol=1e-5)
 
 
-def test_samples_are_listed_by_step_and_fetched_one_by_one(client):
-    found = client.get("/api/rich", params={"id": "0/base", "kind": "text", "name": "capital"}).json()["values"]
-    assert [each["step"] for each in found] == [100, 200, 300, 400]
-    assert "text" not in found[0]
-    facts = client.get("/api/event", params={"id": "0/base", "i": found[0]["i"]}).json()
-    assert facts["data"]["text"].startswith("step 100")
-
-
 def test_what_was_left_out_is_told(client):
     facts = client.get("/api/run", params={"id": "0/torn"}).json()
     assert facts["skipped_lines"] >= 2  # and, once it is known not to grow, half a last line
@@ -347,11 +291,6 @@ def test_csv_has_every_point(client):
     assert len(lines) == 401
     assert lines[1].endswith(",")
     assert not lines[100].endswith(",")
-
-
-def test_csv_names_cannot_be_formulas(client):
-    reply = client.get("/api/csv", params=[("id", "0/base"), ("metric", "=1+1")])
-    assert reply.text.splitlines() == ["step,tokens,time,'=1+1"]
 
 
 # ---- who may ask for what ----
@@ -437,24 +376,6 @@ def test_no_path_leaves_the_served_folders(client, path):
     reply = client.get(path)
     assert reply.status_code in (400, 404)
     assert "zero2all" not in reply.text
-
-
-def test_pictures_are_served_from_the_media_folder_only(tmp_path):
-    run_folder = tmp_path / "runs" / "r"
-    with MetricsWriter(run_folder) as run:
-        for step, name in enumerate(["ok.png", "../config.png", "/etc/passwd", "a.svg", "link.png", 7, "none.png"]):
-            run.event("image", step, {"name": "x", "file": name})
-    (run_folder / "media").mkdir(exist_ok=True)
-    (run_folder / "media" / "ok.png").write_bytes(b"\x89PNG")
-    (run_folder / "media" / "a.svg").write_text("<svg onload='alert(1)'/>")
-    (run_folder / "config.png").write_text("outside")
-    (run_folder / "media" / "link.png").symlink_to(run_folder / "config.png")
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    name = client.get("/api/runs").json()["rows"][0]["id"]
-    events = client.get("/api/rich", params={"id": name, "kind": "image", "name": "x"}).json()["values"]
-    replies = [client.get("/api/media", params={"id": name, "i": event["i"]}) for event in events]
-    assert [reply.status_code for reply in replies] == [200, 400, 400, 400, 400, 400, 400]
-    assert replies[0].headers["content-type"] == "image/png"
 
 
 def test_files_of_the_page_are_not_sent_twice(client):
@@ -544,14 +465,6 @@ def test_a_run_that_vanishes_or_never_was_does_not_end_the_stream(tmp_path):
             assert len(still.reader.series("loss")) == 1
     finally:
         tab.close()
-
-
-def test_a_run_that_appeared_this_moment_can_be_opened_by_its_address(tmp_path):
-    client = client_of(tmp_path, cache=tmp_path / "cache")
-    assert client.get("/api/runs").json()["rows"] == []
-    with MetricsWriter(tmp_path / "new") as run:
-        run.log({"loss": 1.0}, step=1)
-    assert client.get("/api/run", params={"id": "0/new"}).json()["step"] == 1
 
 
 # ---- places ----

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zero2all.track import MetricsWriter
-from zero2all.track.plot import COLORS
 
 from .conftest import HOSTILE, SPIKE_STEP, ServedBoard
 
@@ -43,19 +41,6 @@ def test_a_live_training_moves_the_curve_and_ends_as_finished(page, served, live
     page.wait_for_selector(f'{LOSS}[data-end="35"]')  # nobody reloaded: the stream brought it
     small.process.stdin.close()
     page.get_by_role("main").get_by_text(words(locale, "finished", "已完成")).wait_for()
-
-
-@pytest.mark.parametrize("locale", ["zh-CN"])
-def test_a_killed_training_is_shown_as_crashed(page, served, live_root, training, locale):
-    name = f"killed-{locale}"
-    small = training(live_root / name)
-    small.train(5)
-    open_page(page, served, f"runs=1/{name}")
-    small.process.send_signal(signal.SIGKILL)
-    small.process.wait()
-    crashed = words(locale, "crashed", "已崩溃")
-    page.get_by_role("main").get_by_text(crashed, exact=True).wait_for()
-    page.locator(f'[data-run="1/{name}"]').get_by_text(crashed).wait_for()  # and in the list
 
 
 @pytest.mark.parametrize("locale", ["en-US"])
@@ -96,11 +81,9 @@ def test_a_chart_is_saved_as_png_and_all_its_points_as_csv(page, served):
     assert len(Path(csv.value.path()).read_text().splitlines()) == 401
 
 
-def test_markup_in_names_and_samples_stays_text(page, served):
+def test_markup_in_names_and_events_stays_text(page, served):
     open_page(page, served, "runs=0/base")
-    sample = page.locator('[data-rich="text"]')
-    sample.scroll_into_view_if_needed()
-    sample.get_by_text("step 400: <script>alert(2)</script>").wait_for()
+    page.get_by_text("step 400: <script>alert(2)</script>").wait_for()
     page.locator(".run-list").get_by_text(HOSTILE).click()
     page.get_by_role("heading", name=HOSTILE).wait_for()
     assert page.locator("main script, main img[src=x], aside img[src=x]").count() == 0
@@ -115,8 +98,6 @@ def test_the_legend_shows_what_was_logged_and_what_is_smoothed_each_by_its_name(
     spike = page.locator(f'{LOSS} .marker[data-kind="spike"]').bounding_box()
     page.mouse.move(spike["x"] + spike["width"] / 2, spike["y"] + 100)
     expect(legend).to_have_text(re.compile(rf"loss{raw}7\.\d+{smoothed} 2\.\d+"))
-    page.keyboard.press("Control+a")
-    page.locator("select").select_option("median")
     page.get_by_role("slider").first.fill("0")
     expect(legend).to_have_text(re.compile(r"^Training loss\d\.\d+$"))  # nothing is smoothed
 
@@ -161,7 +142,7 @@ def test_held_out_loss_stands_beside_training_loss_and_evaluation_before_the_res
     shutil.rmtree(live_root / "judged")
 
 
-@pytest.mark.parametrize(("locale", "width"), [("en-US", 1280), ("zh-CN", 1280), ("en-US", 1000), ("en-US", 390)])
+@pytest.mark.parametrize(("locale", "width"), [("zh-CN", 1280), ("en-US", 390)])
 def test_no_button_of_the_bar_is_cut_off_with_three_runs(page, served, locale, width):
     page.set_viewport_size({"width": width, "height": 800})
     open_page(page, served, "runs=0/base,0/other,0/torn&zoom=10~200")
@@ -171,15 +152,6 @@ def test_no_button_of_the_bar_is_cut_off_with_three_runs(page, served, locale, w
         return [left + 2, right - 2].some((x) => !button.contains(document.elementFromPoint(x, (top + bottom) / 2)));
     }).map((button) => button.textContent || button.title)"""
     assert page.evaluate(cut) == []
-
-
-def test_channels_have_the_colours_of_z2a_plot(page, served):
-    open_page(page, served, "runs=0/base")
-    page.wait_for_selector('[data-chart="loss/*"][data-state="painted"]')
-    lines = page.locator('[data-chart="loss/*"]').evaluate(
-        "(element) => Object.fromEntries(element.card.chart.lines.map(({label, color}) => [label, color]))"
-    )
-    assert lines == {"en": COLORS[1], "zh": COLORS[2]}
 
 
 def test_markers_are_reached_by_tab_and_arrows_and_opened_by_enter(page, served):
@@ -243,20 +215,6 @@ def test_two_workspaces_with_a_run_of_the_same_name_are_told_apart(page, tmp_pat
         served.stop()
 
 
-def test_ages_in_the_list_are_shown_whole(page, served, live_root):
-    metrics = live_root / "old-and-long" / "metrics"
-    metrics.mkdir(parents=True)
-    row = '{"step":1234567,"time":5.0,"tokens":1,"values":{"loss":12.345}}\n'  # written in 1970
-    (metrics / "train-1.jsonl").write_text(row)
-    (metrics.parent / "config.yaml").write_text("train:\n  steps: 1500000\n")
-    open_page(page, served, "runs=0/base,1/old-and-long")  # compared, so that a flag stands beside it
-    page.locator('[data-run="1/old-and-long"] .when', has_text="d").wait_for()
-    clipped = page.locator(".when").evaluate_all(
-        "(all) => all.filter((each) => each.scrollWidth > each.clientWidth + 1).length"
-    )
-    assert clipped == 0
-
-
 def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
     open_page(page, served, "runs=0/base")
     plot = page.locator(f"{LOSS} .u-over").bounding_box()
@@ -288,15 +246,6 @@ def test_what_was_left_out_is_said_and_nan_is_marked(page, served):
     open_page(page, served, "runs=0/torn")
     page.get_by_text(re.compile(r"Left out: damaged lines: [23]")).wait_for()
     page.locator(LOSS).get_by_text("1 not finite").wait_for()
-
-
-def test_one_damaged_line_is_one_line(page, served, live_root):
-    metrics = live_root / "damaged" / "metrics"
-    metrics.mkdir(parents=True)
-    row = '{"step":%d,"time":5.0,"tokens":1,"values":{"loss":2.0}}\n'
-    (metrics / "train-1.jsonl").write_text(row % 1 + "garbage\n" + row % 2)
-    open_page(page, served, "runs=1/damaged")
-    page.get_by_text(re.compile(r"Left out: damaged lines: 1$")).wait_for()
 
 
 def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page, served, live_root):

@@ -27,7 +27,7 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
 from zero2all.evals.items import CODE, CONTINUE, LABELS, QUESTION, Item, Task
-from zero2all.evals.judge import Z95, FormResult, judge, limited
+from zero2all.evals.judge import Z95, FormResult, JudgeOptions, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
 from zero2all.evals.rewrites.list import TRAIN_ONCE, Chain, ShotRewrite, chosen_rewrites
 from zero2all.evals.rewrites.options import HARDEST, listed
@@ -69,21 +69,16 @@ class Answer:
 
 
 def measure_rewrites(
-    engine: Engine,
-    tasks: Sequence[Task],
-    chains: Mapping[str, Chain],
-    shots: int | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    forms: Sequence[str] | None = None,
+    engine: Engine, tasks: Sequence[Task], chains: Mapping[str, Chain], options: JudgeOptions | None = None
 ) -> dict[str, Any]:
-    """Ask all tasks as they are and rewritten; by task: rows, spread of the gaps, consistency. `forms`: those in which
-    the original items may be asked (None: all)."""
+    """Ask all tasks as they are and rewritten; by task: rows, spread of the gaps, consistency. The forms of the options
+    are those in which the original items may be asked."""
+    options = options or JudgeOptions()
     report: dict[str, Any] = {}
     for task in tasks:
         items = [item for item in task.items if item.shape != CODE]  # programs are not rewritten
-        task = replace(task, items=tuple(limited(task.name, items, limit, seed)))
-        asking = _Asking(engine, task, shots, seed, forms)
+        task = replace(task, items=tuple(limited(task.name, items, options.limit, options.seed)))
+        asking = _Asking(engine, task, options)
         rows = [row for name, chain in chains.items() for row in asking.rows(name, chain)]
         report[task.name] = {"rows": rows, "spread": gap_spread(rows), "consistency": asking.consistency()}
     return report
@@ -92,9 +87,9 @@ def measure_rewrites(
 class _Asking:
     """One task, as it is and rewritten."""
 
-    def __init__(self, engine: Engine, task: Task, shots: int | None, seed: int, forms: Sequence[str] | None) -> None:
-        self.engine, self.task, self.seed, self.asked_forms = engine, task, seed, forms
-        self.shots = task.default_shots if shots is None else shots
+    def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
+        self.engine, self.task, self.seed, self.asked_forms = engine, task, options.seed, options.forms
+        self.shots = task.default_shots if options.shots is None else options.shots
         self._originals: dict[str, dict[str, Answer]] = {}
         self._chosen: dict[str, dict[str, list[int]]] = {}
         """By form of the original, of each item: the options chosen, whatever way it was asked."""
@@ -128,7 +123,7 @@ class _Asking:
         shots = [each[0] for each in (rewritten(shot, chain, self.seed) for shot in self.task.shots) if each]
         flat = tuple(each for variants in made.values() for each in variants)
         task = replace(self.task, items=flat, shots=tuple(shots), forms=(form,), skipped={}, problems=())
-        results = judge(self.engine, [task], [form], self.shots, seed=self.seed) if flat else []
+        results = self._judged(task, form, self.shots) if flat else []
         again = {each.id for item in items for each in made[item.id] if baseline == form and _is_same(each, item)}
         after = _gathered(results[0], flat, again) if results else {}
         skipped = dict(results[0].skipped) if results else {}
@@ -142,14 +137,17 @@ class _Asking:
         task = rewrite.task(self.task, self.seed)
         if rewrite.count and len(task.shots) < rewrite.count:
             return self._compared(rewrite.name, form, form, before, {}, {NO_SHOTS: len(task.items)})
-        (result, *_) = judge(self.engine, [replace(task, skipped={})], [form], rewrite.count, seed=self.seed)
+        (result, *_) = self._judged(replace(task, skipped={}), form, rewrite.count)
         after = _gathered(result, task.items)
         return self._compared(rewrite.name, form, form, before, after, result.skipped)
+
+    def _judged(self, task: Task, form: str, shots: int) -> list[FormResult]:
+        return judge(self.engine, [task], JudgeOptions([form], shots, seed=self.seed))
 
     def _original(self, form: str) -> dict[str, Answer]:
         if form not in self._originals:
             task = replace(self.task, forms=(form,))
-            found = judge(self.engine, [task], [form], self.shots, seed=self.seed)
+            found = self._judged(task, form, self.shots)
             self._originals[form] = _gathered(found[0], task.items)
             if form == "cloze":
                 self._scores = {each.id: each.scores for each in found[0].per_item}
@@ -325,7 +323,8 @@ LEAST_NAME_COLUMNS = 26
 def rewrite_section(engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path) -> dict[str, Any]:
     """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
     chains = chosen_rewrites(questions.rewrites)
-    measured = measure_rewrites(engine, tasks, chains, questions.shots, questions.limit, forms=questions.forms)
+    options = JudgeOptions(questions.forms, questions.shots, questions.limit)
+    measured = measure_rewrites(engine, tasks, chains, options)
     section: dict[str, Any] = {"tasks": measured}
     if TRAIN_ONCE in questions.rewrites:
         write_once(tasks, once)

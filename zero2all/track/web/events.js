@@ -78,7 +78,7 @@ export async function openEvent(mark) {
 			button('left', t('previous'), () => stepEvent(-1)),
 			button('chevron', t('next'), () => stepEvent(1)),
 			button('close', t('close'), closeDrawer)),
-		h('p', { class: 'hint' }, [mark.run.slice(mark.run.indexOf('/') + 1), new Date(mark.time * 1000).toLocaleString(), mark.found ? t('found') : (mark.note ?? '')].filter(Boolean).join(' · ')),
+		h('p', { class: 'hint' }, [mark.run.slice(mark.run.indexOf('/') + 1), new Date(mark.time * 1000).toLocaleString(), mark.note ?? ''].filter(Boolean).join(' · ')),
 		...parts(facts),
 		h('button', { class: 'plain', onclick: () => zoomTo(mark) }, t('zoomHere')));
 	box.querySelector('h2').focus();
@@ -94,7 +94,7 @@ const texts = (rows) => h('dl', {}, rows.map(([name, text]) => [h('dt', {}, name
 const pairs = (rows) => h('table', { class: 'pairs' }, h('tbody', {}, rows.map(([name, value]) => h('tr', {}, h('th', { scope: 'row' }, name), h('td', { class: 'num' }, value)))));
 
 function parts({ fields, measures, losses = [], documents = [], around = {} }) {
-	const measure = ([word, value, unit, limit]) => [t(word), `${number(value)} ${unit}${limit ? ` (${t('limit')} ${limit} σ)` : ''}`];
+	const measure = ([word, value]) => [t(word), number(value)];
 	return [
 		...(measures ? [pairs(measures.map(measure))] : []),
 		...part(t('channelLosses'), losses, bars),

@@ -5,7 +5,6 @@ import { configTable } from './compare.js';
 import { eventList, loadMarks, openEvent } from './events.js';
 import { Grid } from './grid.js';
 import { listenToKeys, showHelp } from './keys.js';
-import { richCards } from './rich.js';
 import { fullName, RunList } from './runs.js';
 import { get, Live } from './server.js';
 import { change, onChange, readAddress, state } from './state.js';
@@ -13,11 +12,9 @@ import { summary } from './summary.js';
 import { drawToolbar } from './toolbar.js';
 import { language, t } from './words.js';
 
-const MARKS_EVERY = 10000; // milliseconds between looks for new spikes in a run that goes on
 
 const infos = new Map(); // run id -> what the server said about it
 const failed = new Map(); // run id -> why it could not be read
-const marksAt = new Map();
 const list = new RunList();
 const grid = new Grid((id) => infos.get(id));
 const live = new Live(onMessage, onLine);
@@ -95,7 +92,6 @@ async function showRuns() {
 
 async function marks(ids) {
 	await Promise.all(ids.filter((id) => infos.has(id)).map(async (id) => {
-		marksAt.set(id, performance.now());
 		await loadMarks(id).catch((error) => console.warn(error.message));
 	}));
 	grid.redraw(false);
@@ -125,10 +121,6 @@ async function drawAfter() {
 	const shown = chosen();
 	const sections = [];
 	const section = (key, title, content) => sections.push(h('section', { class: 'group', data: { group: key } }, h('h2', {}, span('still', title)), content));
-	for (const [kind, title] of [['text', t('samples')], ['image', t('images')], ['histogram', t('histograms')]]) {
-		const cards = shown.flatMap((info) => richCards(info, kind));
-		if (cards.length) section(kind, title, h('div', { class: 'cards' }, cards));
-	}
 	if (shown.length) {
 		section('events', t('events'), eventList(shown.map((info) => info.id), (id) => infos.get(id).name, openEvent));
 		section('config', t(shown.length > 1 ? 'configDiff' : 'config'), await configTable(shown));
@@ -197,7 +189,6 @@ async function onMessage(message) {
 			isOther ||= isNew;
 		}
 		if (isEvent) marks([id]).then(drawAfter);
-		else if (moved.has(id) && performance.now() - (marksAt.get(id) ?? 0) > MARKS_EVERY) marks([id]);
 		if (isRestart) grid.all((card) => card.runs.includes(id) && (card.need = 'all'));
 	}
 	if (isOther) grid.render();

@@ -5,7 +5,7 @@ const DEFAULTS = {
 	base: '', // id of the baseline
 	diff: false,
 	x: 'step',
-	smooth: 'ema:10', // kind:width
+	smooth: 'ema:10', // ema:width
 	ylog: false,
 	xlog: false,
 	robust: false, // leave out extremes when choosing the y range
@@ -31,7 +31,7 @@ export function readAddress() {
 		else state[name] = usual === false ? text === '1' : text;
 	}
 	if (!/^(step|tokens|time|flops)$/.test(state.x)) state.x = DEFAULTS.x;
-	if (!/^(none|(ema|window|gaussian|median):\d+)$/.test(state.smooth)) state.smooth = DEFAULTS.smooth;
+	if (!/^(none|ema:\d+)$/.test(state.smooth)) state.smooth = DEFAULTS.smooth;
 }
 
 function readZoom(text) {

@@ -7,37 +7,31 @@ import { language, t } from './words.js';
 export const AXES = ['step', 'tokens', 'time', 'flops'];
 const WIDTHS = [0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000];
 
-export function smoothing() {
-	const [kind, width] = state.smooth === 'none' ? ['ema', '0'] : state.smooth.split(':');
-	return { kind, width: Number(width) };
-}
-
-const setSmoothing = (kind, width) => change({ smooth: width > 0 ? `${kind}:${width}` : 'none' });
+const widthNow = () => Number(state.smooth === 'none' ? 0 : state.smooth.split(':')[1]);
+const setWidth = (width) => change({ smooth: width > 0 ? `ema:${width}` : 'none' });
 
 export function stepSmoothing(direction) {
-	const { kind, width } = smoothing();
+	const width = widthNow();
 	const place = WIDTHS.findIndex((each) => each >= width);
-	setSmoothing(kind, WIDTHS[Math.min(WIDTHS.length - 1, Math.max(0, place + direction))]);
+	setWidth(WIDTHS[Math.min(WIDTHS.length - 1, Math.max(0, place + direction))]);
 }
 
 const isDark = () => document.documentElement.dataset.theme === 'dark';
 
 export function drawToolbar(showHelp) {
-	const { kind, width } = smoothing();
+	const width = widthNow();
 	const search = h('input', {
 		type: 'search', id: 'metric-search', value: state.q, placeholder: `${t('findMetric')}  /`, 'aria-label': t('findMetric'),
 		autocomplete: 'off', spellcheck: false, oninput: later((event) => change({ q: event.target.value }), 120),
 	});
 	const axes = h('div', { class: 'segments', role: 'radiogroup', 'aria-label': t('xAxis') }, AXES.map((axis) =>
 		h('button', { role: 'radio', 'aria-checked': String(state.x === axis), data: { axis }, onclick: () => change({ x: axis, zoom: null }) }, t(axis))));
-	const kinds = h('select', { 'aria-label': t('smoothing'), onchange: (event) => setSmoothing(event.target.value, smoothing().width || 20) },
-		['ema', 'window', 'gaussian', 'median'].map((each) => h('option', { value: each, selected: each === kind }, t(each))));
 	const readout = h('output', {}, width ? String(width) : t('none'));
 	const slider = h('input', {
-		type: 'range', min: 0, max: WIDTHS.length - 1, value: Math.max(0, WIDTHS.findIndex((each) => each >= width)), 'aria-label': t('width'),
+		type: 'range', min: 0, max: WIDTHS.length - 1, value: Math.max(0, WIDTHS.findIndex((each) => each >= width)), 'aria-label': `${t('smoothing')}: ${t('width')}`,
 		oninput: (event) => { readout.textContent = WIDTHS[event.target.value] || t('none'); apply(WIDTHS[event.target.value]); },
 	});
-	const apply = later((value) => setSmoothing(smoothing().kind, value), 120);
+	const apply = later(setWidth, 120);
 	const toggle = (name, label, title = label) =>
 		h('button', { class: 'toggle', 'aria-pressed': String(state[name]), title, data: { toggle: name }, onclick: () => change({ [name]: !state[name] }) }, label);
 	const bar = byId('bar');
@@ -47,7 +41,7 @@ export function drawToolbar(showHelp) {
 		search,
 		h('div', { class: 'controls' },
 			axes,
-			h('label', { class: 'smooth' }, h('span', {}, t('smoothing')), kinds, slider, readout),
+			h('label', { class: 'smooth' }, h('span', {}, t('smoothing')), slider, readout),
 			toggle('ylog', t('logY')),
 			toggle('xlog', t('logX')),
 			toggle('robust', t('robust')),

@@ -1,18 +1,18 @@
-"""Send a run to other trackers, from a process of its own that only reads the metrics files.
+"""A copy of a run for other programs: TensorBoard's event files, or one CSV table.
 
-Training never notices it. How far each file was sent is kept beside the target, so an export that is started again goes
-on there; rows are sent at least once.
+The export is a process of its own that only reads the metrics files, so training never notices it. How far each file
+was sent is kept in the target, so an export that is started again goes on there; rows are sent at least once.
 
-    export(Path("runs/small"), TensorboardSink(Path("tb")), follow=True)
+    export(Path("runs/small"), EventFolder(Path("tb")), follow=True)
 """
 
 from __future__ import annotations
 
 import csv
-import hashlib
-import html
 import io
-import math
+import os
+import socket
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import google_crc32c
 import numpy as np
 
 from zero2all.common import jsonio
@@ -27,10 +28,9 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import write_atomic, write_json
 from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
-from zero2all.track.listing import find_runs, media_file, metrics_files
+from zero2all.track.listing import find_runs, metrics_files
 from zero2all.track.reader import RunReader
 from zero2all.track.rows import read_number, read_row
-from zero2all.track.tensorboard import EventFile, messages
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 STATE_NAME = "z2a-export.json"
@@ -47,8 +47,8 @@ class Sink(Protocol):
 
     state: Path  # a file of the target's own in which the export notes how far it is
 
-    def send(self, rows: list[Row], folder: Path) -> None:
-        """Take these rows, metric and event rows mixed, of the run in `folder`; they are safe when this returns."""
+    def send(self, rows: list[Row]) -> None:
+        """Take these rows, metric and event rows mixed; they are safe when this returns."""
 
     def close(self) -> None:
         """No more rows will come."""
@@ -76,7 +76,7 @@ def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float
             is_over = not follow or all(run.status.state in ENDED for run in find_runs([folder]))
             try:
                 for rows in tail.new_rows():
-                    sink.send(rows, folder)
+                    sink.send(rows)
                     tail.commit()
                     sent.rows += len(rows)
                 pause = RETRY_SECONDS[0]
@@ -149,24 +149,24 @@ def numbers(row: Row) -> dict[str, float]:
     return {name: number for name, value in row["values"].items() if (number := read_number(value)) is not None}
 
 
-class TensorboardSink:
-    """TensorBoard event files in a folder: scalars, texts, histograms and images; other events as texts."""
+class EventFolder:
+    """TensorBoard's event files in a folder, with the messages of the `tensorboard` package: numbers as scalars, events
+    as texts."""
 
     def __init__(self, folder: Path) -> None:
-        messages()  # a missing package is reported now, not retried for ever
+        self._event = _event_message()  # a missing package is reported now, not retried for ever
         self.state = folder / STATE_NAME
         self._folder = folder
-        self._file: EventFile | None = None
+        self._file: io.BufferedWriter | None = None
+        self._described: set[str] = set()
 
-    def send(self, rows: list[Row], folder: Path) -> None:
+    def send(self, rows: list[Row]) -> None:
         """Append the rows and flush."""
         if self._file is None:
-            self._file = EventFile(self._folder)
+            self._file = _new_event_file(self._folder)
+            self._write(wall_time=time.time(), file_version="brain.Event:2")
         for row in rows:
-            if "values" in row:
-                self._file.scalars(row["time"], row["step"], numbers(row))
-            else:
-                self._event(self._file, row, folder)
+            self._send_row(row)
         self._file.flush()
 
     def close(self) -> None:
@@ -174,89 +174,66 @@ class TensorboardSink:
         if self._file is not None:
             self._file.close()
 
-    def _event(self, file: EventFile, row: Row, folder: Path) -> None:
-        when, step, kind, data = row["time"], row["step"], row["kind"], row["data"]
-        name = str(data.get("name", kind))
-        if kind == SEGMENT_KIND:
-            if isinstance(data.get("resumed_from"), int):
-                file.restart(when, data["resumed_from"] + 1)
-        elif kind == END_KIND:
-            return
-        elif kind == "text":
-            file.text(when, step, name, str(data.get("text", "")))
-        elif kind == "histogram" and _is_histogram(data):
-            file.histogram(when, step, name, data["edges"], data["counts"])
-        elif kind == "image" and (path := media_file(folder, data.get("file"))):
-            width, height = (size if isinstance(size := data.get(side), int) else 0 for side in ("width", "height"))
-            file.image(when, step, name, path.read_bytes(), width, height)
-        else:
-            file.text(when, step, f"events/{kind}", f"```\n{jsonio.dumps_pretty(data).decode()}```")
-
-
-def _is_histogram(data: Row) -> bool:
-    edges, counts = data.get("edges"), data.get("counts")
-    if not isinstance(edges, list) or not isinstance(counts, list) or len(edges) != len(counts) + 1 or not counts:
-        return False
-    return all(isinstance(one, int | float) and math.isfinite(one) for one in edges + counts)
-
-
-def _wandb_package() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        wandb = None
-    if not hasattr(wandb, "init"):  # a folder `wandb`, left here by its offline runs, can be imported too
-        raise UsageError(
-            "Sending to wandb needs the package wandb, which zero2all does not install. Run `pip install wandb`, then "
-            "`wandb login` (or set WANDB_MODE=offline)."
-        )
-    return wandb
-
-
-class WandbSink:
-    """A run on Weights & Biases, through its own package: scalars over `step` in any order, texts and images."""
-
-    def __init__(self, project: str, folder: Path, state: Path, name: str | None = None) -> None:
-        """`state` holds how far the export is; the id of the far run is made of it, so it is found again."""
-        wandb = _wandb_package()
-        self.state = state
-        self._wandb = wandb
-        identity = hashlib.sha256(f"{project} {folder.resolve()}".encode()).hexdigest()[:16]
-        self._run = wandb.init(
-            project=project,
-            name=name or folder.resolve().name,
-            id=identity,
-            resume="allow",
-            config=RunReader(folder).config() or {},
-            settings=wandb.Settings(console="off"),
-        )
-        # wandb drops what is logged for an earlier step; with a step of our own, late evaluations keep theirs.
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-
-    def send(self, rows: list[Row], folder: Path) -> None:
-        """Hand the rows to wandb's own queue."""
-        for row in rows:
-            content = self._content(row, folder)
-            if content:
-                self._run.log({"step": row["step"], **content})
-
-    def close(self) -> None:
-        """Wait until wandb has sent what it holds."""
-        self._run.finish()
-
-    def _content(self, row: Row, folder: Path) -> dict[str, Any]:
+    def _send_row(self, row: Row) -> None:
+        when: dict[str, Any] = {"wall_time": row["time"], "step": row["step"]}
         if "values" in row:
-            return {**numbers(row), "tokens": row["tokens"]}
-        kind, data = row["kind"], row["data"]
-        name = str(data.get("name", kind))
-        if kind in (SEGMENT_KIND, END_KIND):
-            return {}
-        if kind == "image" and (path := media_file(folder, data.get("file"))):
-            return {name: self._wandb.Image(str(path))}
-        if kind == "text":
-            return {name: self._wandb.Html(f"<pre>{html.escape(str(data.get('text', '')))}</pre>")}
-        return {f"events/{kind}": self._wandb.Html(f"<pre>{html.escape(jsonio.dumps_pretty(data).decode())}</pre>")}
+            scalars = [{"tag": _utf8(tag), "simple_value": value} for tag, value in numbers(row).items()]
+            self._write(**when, summary={"value": scalars})
+        elif row["kind"] not in (SEGMENT_KIND, END_KIND):
+            text = f"```\n{jsonio.dumps_pretty(row['data']).decode()}```"
+            self._write(**when, summary={"value": [self._text(_utf8(f"events/{row['kind']}"), text)]})
+        elif isinstance(resumed_from := row["data"].get("resumed_from"), int):
+            # A reader forgets what this folder said about that step and the steps behind it.
+            self._write(wall_time=row["time"], step=resumed_from + 1, session_log={"status": "START"})
+
+    def _text(self, tag: str, text: str) -> dict[str, Any]:
+        tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [text.encode()]}
+        value: dict[str, Any] = {"tag": tag, "tensor": tensor}
+        if tag not in self._described:  # the first value of a tag names its plugin
+            self._described.add(tag)
+            value["metadata"] = {"plugin_data": {"plugin_name": "text"}}
+        return value
+
+    def _write(self, **event: Any) -> None:
+        """Append a record: the length, its checksum, the data, its checksum."""
+        assert self._file is not None, "`send` opens the file"
+        data = self._event(**event).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+def _event_message() -> Any:
+    """TensorBoard's message for one record; a UsageError where the package is missing."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+    except ImportError as error:
+        raise UsageError(
+            f"TensorBoard's files need the package tensorboard, which cannot be imported ({error}). Install it: pip "
+            f"install 'zero2all[tensorboard]'"
+        ) from error
+    return Event
+
+
+def _new_event_file(folder: Path) -> io.BufferedWriter:
+    folder.mkdir(parents=True, exist_ok=True)
+    host = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in socket.gethostname())
+    number = 0
+    while True:  # a second export within the same second takes the next free name
+        try:
+            return open(folder / f"events.out.tfevents.{int(time.time()):010d}.{host}.{os.getpid()}.{number}.z2a", "xb")
+        except FileExistsError:
+            number += 1
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """crc32c, turned and shifted so that a checksum of checksums does not look like data."""
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _utf8(tag: str) -> str:
+    """Without lone surrogates, which no protocol buffer may hold."""
+    return tag.encode("utf-8", "backslashreplace").decode()
 
 
 # A run as one CSV table: a row per step, a column per metric, steps that were taken back left out.
