@@ -8,6 +8,7 @@ import pytest
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.extend import Extender
 from zero2all.tokenizer.extend_sentencepiece import compression, open_extender
 from zero2all.tokenizer.foreign import FAMILIES, TIKTOKEN_PATTERNS, read_foreign
 from zero2all.tokenizer.parts import parts_from_texts
@@ -155,6 +156,12 @@ def test_llama_like_model_learns_chinese_from_text_and_no_old_id_moves(llama, en
         assert [token.id for token in new.backend.model.tokenize(spelled)] == [number]
     with pytest.raises(BadInputError, match=r"Set --vocab-size to \d+ or less"):
         open_extender(llama).learn_parts(parts_from_texts(CHINESE, tmp_path / "s2"), 5000, tmp_path / "other")
+    (tmp_path / "new/sentencepiece.model").unlink()
+    with pytest.raises(BadInputError, match=r"its .model file is not there"):
+        Extender(tmp_path / "new").learn(iter(CHINESE), 650)
+    unigram = train(english, tmp_path / "unigram.model", **VARIANTS["unigram"])
+    with pytest.raises(BadInputError, match="is a Unigram model"):
+        open_extender(unigram)
 
 
 def test_extend_prints_compression_before_and_after(llama, tmp_path, capsys):

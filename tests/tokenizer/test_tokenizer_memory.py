@@ -1,4 +1,4 @@
-"""Estimates of the classic trainers' memory, and the refusal when it does not fit."""
+"""Estimates of the memory of kind hf-bbpe, and the refusal when it does not fit."""
 
 import random
 
@@ -32,9 +32,8 @@ def english(documents):
     return [" ".join(rng.choices(words, k=120)) for _ in range(documents)]
 
 
-@pytest.mark.parametrize("kind", ["hf-bbpe", "sentencepiece"])
-def test_chinese_is_expected_to_need_many_times_the_memory_of_english(kind):
-    config = TokenizerConfig(kind=kind)
+def test_chinese_is_expected_to_need_many_times_the_memory_of_english():
+    config = TokenizerConfig(kind="hf-bbpe")
     zh, en = (memory.estimate_memory([Repeated(texts)], config, 0) for texts in (chinese(300), english(300)))
     assert zh.text_bytes == pytest.approx(en.text_bytes, rel=0.5)
     assert zh.distinct_bytes > 20 * en.distinct_bytes
@@ -46,23 +45,13 @@ def test_small_text_is_not_sampled(tmp_path):
     assert memory.estimate_memory(parts, TokenizerConfig(kind="hf-bbpe"), 10**9).sampled_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["hf-bbpe", "sentencepiece"])
-def test_what_does_not_fit_is_refused_with_advice_and_can_be_overridden(kind):
-    config = TokenizerConfig(kind=kind, max_memory="1GB")
+def test_what_does_not_fit_is_refused_with_advice_and_can_be_overridden():
+    config = TokenizerConfig(kind="hf-bbpe", max_memory="1GB")
     with pytest.raises(
         BadInputError, match=r"would need about .* --max-memory allows 1.0 GB.*--kind bpe.*--take \d+/100"
     ):
         memory.check_memory([Repeated(chinese(300))], config)
     assert memory.check_memory([Repeated(chinese(300))], config, ignore=True).memory_bytes > 10**9
-
-
-def test_lines_drawn_at_random_bound_the_estimate_of_sentencepiece():
-    from zero2all.tokenizer.config import SentencePieceConfig
-
-    bounded = TokenizerConfig(kind="sentencepiece", sentencepiece=SentencePieceConfig(input_sentence_size=1000))
-    parts = [Repeated(chinese(300))]
-    whole = memory.estimate_memory(parts, TokenizerConfig(kind="sentencepiece"), 0)
-    assert memory.estimate_memory(parts, bounded, 0).memory_bytes < 0.2 * whole.memory_bytes
 
 
 def test_refusal_comes_before_training_and_leaves_nothing(tmp_path):

@@ -37,7 +37,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
     --work
     --vocab-size N:int                number of token ids (default 64000)
-    --kind bpe|hf-bbpe|sentencepiece  bpe (default): the built-in exact trainer; the others use libraries
+    --kind KIND                       bpe (default): the built-in exact trainer; hf-bbpe: that of the tokenizers library
     --take SOURCE=SHARE,…             share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB
         (default: everything)
     --text+ FILE:path                 train on these text files, not the corpus
@@ -48,7 +48,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
     --max-memory SIZE                 memory limit, such as 4GB
     --threads N:int                   threads (default: one per core)
     --approximate                     bpe: allow an approximate result if memory does not suffice
-    --ignore-memory                   hf-bbpe, sentencepiece: start even if memory will not suffice
+    --ignore-memory                   hf-bbpe: start even if memory will not suffice
     --config CONFIG                   use the tokenizer section of this preset or YAML file
     --section.field
 
@@ -96,6 +96,11 @@ def _train_config(arguments: argparse.Namespace) -> Any:
         values["take"] = parse_take(arguments.take)
     if arguments.approximate:
         values["exact"] = False
+    if values.get("kind") == "sentencepiece" or "sentencepiece" in values:
+        raise UsageError(
+            "SentencePiece models are no longer trained here. Use --kind bpe, or train the .model with the "
+            "sentencepiece library and take it with `z2a tokenizer import FILE.model`."
+        )
     config = build(TokenizerConfig, values, "tokenizer", problems)
     problems += [] if problems else config.problems("tokenizer")
     if problems:
@@ -235,15 +240,14 @@ def _extend(arguments: argparse.Namespace) -> None:
     --split valid|train =valid  which text of the corpus (default valid)
     --limit AMOUNT =20MB        text to encode, shared among the sources (default 20MB)
     --json FILE:out             write all figures there
-    --html FILE:out             write a page with charts and coloured segmentations
 
-    z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html
+    z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --json eval.json
     """)
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.common.files import write_atomic, write_json
+    from zero2all.common.files import write_json
     from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
-    from zero2all.tokenizer.lab.evaluation_report import evaluation_page, evaluation_tables
+    from zero2all.tokenizer.lab.evaluation_report import evaluation_tables
     from zero2all.tokenizer.lab.measure import evaluate
     from zero2all.tokenizer.sampling import parse_bytes
 
@@ -261,9 +265,6 @@ def _eval(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, report)
         tell(f"all figures: {arguments.json}")
-    if arguments.html:
-        write_atomic(arguments.html, evaluation_page(report).encode())
-        tell(f"page: {arguments.html}")
 
 
 @verb("""

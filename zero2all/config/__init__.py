@@ -27,7 +27,7 @@ from zero2all.config.schedule import schedule_problems
 from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, TrainConfig
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
-RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
+RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}, "tokenizer.kind": {"sentencepiece": "bpe"}}
 MOVED_FIELDS = {"muon_iterations": "iterations", "muon_precision": "precision"}
 """Old -> new name, of the last ones below optim.muon. Old names are accepted in files of earlier versions; in a config
 they are an error."""
@@ -41,6 +41,8 @@ def with_new_names(values: Any, place: str = "") -> Any:
         if place == "parallel" and "data" in values:
             values = {**values, "zero": 3 if values["data"] == "shard" else 0}
             del values["data"]
+        if place == "tokenizer":  # of a kind of trainer that is gone; its tokenizers still load
+            values = {name: value for name, value in values.items() if name != "sentencepiece"}
         if place == "optim":
             moved = {new: values[old] for old, new in MOVED_FIELDS.items() if old in values}
             kept = {name: value for name, value in values.items() if name not in (*MOVED_FIELDS, "muon_update_rms")}
@@ -267,6 +269,9 @@ def _with_new_name(problem: Problem) -> Problem | None:
     """A field or choice by the name it had in an earlier version: say the new one. None for any other problem."""
     if problem.field == "parallel.data":
         hint = "It is now `parallel.zero`: 0 replaces replicate, 3 replaces shard."
+        return dataclasses.replace(problem, hint=hint)
+    if "sentencepiece" in (problem.field.removeprefix("tokenizer."), problem.value):
+        hint = "SentencePiece models are no longer trained here; `z2a tokenizer import` takes those of its library."
         return dataclasses.replace(problem, hint=hint)
     if problem.field == "optim.muon_update_rms":
         hint = (

@@ -174,13 +174,11 @@ def _as_varint(value: int) -> bytes:
 # ---- conversion ---------------------------------------------------------------------------------------------------
 
 
-def sentencepiece_json(
-    model: SentencePieceModel, origin: object, unicode_form: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A tokenizer.json that gives the ids of the model; `unicode_form` is a normaliser that comes before it all."""
+def sentencepiece_json(model: SentencePieceModel, origin: object) -> dict[str, Any]:
+    """A tokenizer.json that gives the ids of the model."""
     _require_expressible(model, origin)
     converted = assembled_json(
-        {"type": "Sequence", "normalizers": [*([unicode_form] if unicode_form else []), *_normalizers(model)]},
+        {"type": "Sequence", "normalizers": _normalizers(model)},
         None,
         {"type": "Sequence", "decoders": _decoders(model)},
         _unigram(model) if model.kind == "unigram" else _bpe(model),

@@ -3,12 +3,10 @@
 An interrupted training continues: its counts stay in `<folder>.training-<inputs>` beside the folder until the folder is
 written. A new training removes what other inputs left there. Two trainings of one folder at a time are refused.
 
-Estimates how much memory the trainers of the libraries will need, before they start.
-
-Their memory follows the *distinct* text they hold: `tokenizers` keeps every distinct pretoken with 32 bytes a symbol
-and, for each pair of symbols, the set of words it occurs in; SentencePiece keeps every line and a pointer for each
-character. Distinct text grows with a power of the text (Heaps' law: U = k · N^b), so a sample that is counted at half
-and at full length gives both constants. The bytes per distinct byte are measured ones (see the constants).
+Estimates how much memory the trainer of the `tokenizers` library will need, before it starts. Its memory follows the
+*distinct* text: it keeps every distinct pretoken with 32 bytes a symbol and, for each pair of symbols, the set of words
+it occurs in. Distinct text grows with a power of the text (Heaps' law: U = k · N^b), so a sample that is counted at
+half and at full length gives both constants. The bytes per distinct byte are measured.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from zero2all.common.progress import say
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.hf_bbpe import learn_hf_bbpe, pattern_of
 from zero2all.tokenizer.parts import TextPart, parts_from_texts
-from zero2all.tokenizer.save import SENTENCEPIECE_NAME, save_tokenizer, tokenizer_json_of
-from zero2all.tokenizer.sentencepiece_kind import learn_sentencepiece
+from zero2all.tokenizer.save import save_tokenizer, tokenizer_json_of
 from zero2all.tokenizer.text import CountedText, TooFewPiecesError, require_text, well_formed
 
 SCRATCH_MARK = ".training-"
@@ -91,8 +88,6 @@ def deciding(config: TokenizerConfig) -> dict[str, Any]:
     """The settings that decide the result."""
     values = dataclasses.asdict(config)
     unused = {"take", *NOT_PART_OF_THE_RESULT}  # what is taken shows in the parts
-    if config.kind != "sentencepiece":
-        unused.add("sentencepiece")
     if config.kind == "bpe" and not config.exact:
         unused.remove("max_memory")  # what does not fit may be left out
     for name in unused:
@@ -136,8 +131,8 @@ def _train(
 ) -> None:
     if config.kind != "bpe":  # which keeps to its limit
         check_memory(parts, config, ignore_memory)
-    learn = {"bpe": _by_bpe, "hf-bbpe": _by_hf_bbpe, "sentencepiece": _by_sentencepiece}[config.kind]
-    tokenizer_json, text, facts, files = learn(parts, config, scratch)
+    learn = {"bpe": _by_bpe, "hf-bbpe": _by_hf_bbpe}[config.kind]
+    tokenizer_json, text, facts = learn(parts, config, scratch)
     require_text(text)
     largest = len(tokenizer_json["model"]["vocab"])
     if largest < config.vocab_size:
@@ -150,11 +145,11 @@ def _train(
         **({"training": facts} if facts else {}),
         "settings": deciding(config),
     }
-    save_tokenizer(folder, tokenizer_json, config.specials, described, inputs, files)
+    save_tokenizer(folder, tokenizer_json, config.specials, described, inputs)
 
 
-_Learned = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, bytes]]
-"""tokenizer.json, facts about the text, facts about the training, other files."""
+_Learned = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""tokenizer.json, facts about the text, facts about the training."""
 
 
 def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
@@ -183,35 +178,25 @@ def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -
         f"on {found['threads']} threads, peak memory {human_bytes(found['peak_memory_bytes'])}"
     )
     tokenizer_json = tokenizer_json_of(learned.pieces, learned.merges, control, config.normalise)
-    return tokenizer_json, found["text"], facts, {}
+    return tokenizer_json, found["text"], facts
 
 
 def _by_hf_bbpe(parts: Sequence[TextPart], config: TokenizerConfig, _: Path) -> _Learned:
     text = CountedText(parts, config.specials.names(), config.normalise)
-    return learn_hf_bbpe(text, config), text.facts(), {}, {}
-
-
-def _by_sentencepiece(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
-    text = CountedText(parts, config.specials.names(), config.normalise)
-    tokenizer_json, model, facts = learn_sentencepiece(text, config, scratch)
-    return tokenizer_json, text.facts(), facts, {SENTENCEPIECE_NAME: model}
+    return learn_hf_bbpe(text, config), text.facts(), {}
 
 
 SAMPLE_BYTES = 3_000_000
 # Fitted to runs of 5 to 20 MB of Chinese and English, vocabulary 32,000, one thread: the estimates came out
 # between 0 and 40 % above what was measured.
-HF_BASE_BYTES, HF_BYTES_PER_DISTINCT_BYTE = 210_000_000, 105
-SENTENCEPIECE_BASE_BYTES, SENTENCEPIECE_BYTES_PER_DISTINCT_BYTE = 120_000_000, 32
-SENTENCEPIECE_BYTES_PER_TEXT_BYTE = 4
-BYTES_PER_LINE = 150
-"""About, where input_sentence_size bounds the number of lines that are kept."""
+BASE_BYTES, BYTES_PER_DISTINCT_BYTE = 210_000_000, 105
 FREE_SHARE = 0.9
-"""Without --max-memory a trainer may use this share of what is available."""
+"""Without --max-memory it may use this share of what is available."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a trainer is expected to need."""
+    """What the trainer is expected to need."""
 
     text_bytes: int
     distinct_bytes: int
@@ -222,7 +207,7 @@ class Estimate:
 
 
 def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: bool = False) -> Estimate:
-    """The estimate for `config.kind`; refuses, with advice, when it does not fit and is not to be ignored."""
+    """The estimate for `hf-bbpe`; refuses, with advice, when it does not fit and is not to be ignored."""
     limit = config.memory_bytes or int(available_memory() * FREE_SHARE)
     estimate = estimate_memory(parts, config, limit)
     if estimate.memory_bytes > limit and not ignore:
@@ -243,27 +228,18 @@ def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: boo
 def estimate_memory(parts: Sequence[TextPart], config: TokenizerConfig, limit: int) -> Estimate:
     """Count distinct pretokens in a sample and extrapolate to the whole text."""
     total = sum(part.size_bytes for part in parts)
-    worst = _memory(config, total, total)
+    worst = _memory(total)
     if worst <= limit:
         return Estimate(total, total, worst, 0)
     sampled, half, whole = _distinct_in_sample(parts, config)
     growth = min(1.0, max(0.3, math.log2(whole / half))) if half else 1.0
     distinct = int(whole * max(1.0, total / max(1, sampled)) ** growth)
-    return Estimate(total, distinct, _memory(config, total, distinct), sampled)
+    return Estimate(total, distinct, _memory(distinct), sampled)
 
 
-def _memory(config: TokenizerConfig, text_bytes: int, distinct_bytes: int) -> int:
-    """Memory of the trainer for a text of this size with distinct pretokens of that size."""
-    if config.kind != "sentencepiece":
-        return HF_BASE_BYTES + distinct_bytes * HF_BYTES_PER_DISTINCT_BYTE
-    lines = config.sentencepiece.input_sentence_size
-    kept = text_bytes if lines is None else min(text_bytes, lines * BYTES_PER_LINE)
-    distinct = min(distinct_bytes, kept)
-    return (
-        SENTENCEPIECE_BASE_BYTES
-        + kept * SENTENCEPIECE_BYTES_PER_TEXT_BYTE
-        + distinct * SENTENCEPIECE_BYTES_PER_DISTINCT_BYTE
-    )
+def _memory(distinct_bytes: int) -> int:
+    """Memory of the trainer for distinct pretokens of this size."""
+    return BASE_BYTES + distinct_bytes * BYTES_PER_DISTINCT_BYTE
 
 
 def _distinct_in_sample(parts: Sequence[TextPart], config: TokenizerConfig) -> tuple[int, int, int]:
