@@ -1,4 +1,4 @@
-"""What stands in a finished corpus beside train records: formats, samples, clusters, reports, boilerplate."""
+"""What stands in a finished corpus beside train records: formats, samples, clusters, reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import iter_records, training_text
-from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, find_record, iter_dropped, read_report
+from zero2all.corpus import BuildOptions, Source, build_corpus, find_record, iter_dropped, read_report
 from zero2all.corpus.channels import SCRIPTS, scripts_of_encoded
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.signatures import encode
@@ -132,24 +132,6 @@ def test_no_near_duplicate_of_valid_is_left_in_train(tmp_path, write_lines, near
     assert len(held_out) > 10
     assert not [text for text in held_out if " ".join(text.split()[:20]) in starts]
     assert (report["records_kept"] == 300) == (near == "all")
-
-
-def test_boilerplate_lines_are_removed_and_counted(tmp_path, write_lines):
-    menu = "Home | About | Contact"
-    texts = [f"{menu}\n{' '.join(prose(n))}" for n in range(40)]
-    path = write_lines("a.jsonl", [{"text": text} for text in [*texts, menu]])
-    code = write_lines("b.jsonl", [{"text": f"{menu}\ncode {n}"} for n in range(40)])
-    options = plain_options(dedup=DedupConfig(near="off", lines=True, line_records=20))
-    sources = [Source("a", path, "en"), Source("b", code, "code")]
-    report = build_corpus(tmp_path / "corpus", sources, options, HERE)["sources"]
-    assert report["a"]["dropped"] == {"boilerplate": 1}
-    assert report["a"]["bytes_boilerplate"] == 40 * (len(menu) + 1)
-    assert not [record for record in both(tmp_path / "corpus") if menu in record["content"]]
-    assert all(record["content"].startswith(menu) for record in both(tmp_path / "corpus", "b"))
-    (sample,) = iter_dropped(tmp_path / "corpus", "a", "boilerplate")
-    assert (sample["gid"], sample["excerpt"]) == (40, menu)
-    build_corpus(tmp_path / "two", sources, options, EngineConfig(workers=2))
-    assert tree(tmp_path / "two") == tree(tmp_path / "corpus")
 
 
 def test_a_record_is_found_by_its_gid_in_whichever_split_it_stands(tmp_path, rows):
