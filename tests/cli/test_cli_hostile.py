@@ -45,7 +45,6 @@ def test_every_flag_that_names_a_file_to_write_is_checked_before_the_work():
     [
         "data export --to numpy --out FILE",
         "data export --to megatron --out FILE/below",
-        "data stats --png FILE/below.png",
         "data stats --json FILE/a/b.json",
         "data stats --json FOLDER",
         "tokenizer eval --json FILE/eval.json",

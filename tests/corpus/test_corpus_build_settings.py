@@ -120,7 +120,16 @@ def test_all_mistakes_in_the_file_are_told_at_once(tmp_path):
 
 
 def test_mistakes_in_rules_stand_in_the_same_list_under_the_names_they_were_given(tmp_path):
-    words = ["--clean.en.digitz.on", "false", "--dedup.near", "of", "--options.shard_size", "3", "--dedup.lines", "true"]
+    words = [
+        "--clean.en.digitz.on",
+        "false",
+        "--dedup.near",
+        "of",
+        "--options.shard_size",
+        "3",
+        "--dedup.lines",
+        "true",
+    ]
     with pytest.raises(UsageError) as caught:
         load_settings([f"a={tmp_path}"], words)
     message = str(caught.value)

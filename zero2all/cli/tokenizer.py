@@ -168,28 +168,19 @@ def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
     tokenizer extend: add pieces to a tokenizer; existing ids stay the same
 
     --work
-    --tokenizer DIR|FILE:path  tokenizer to extend: a folder or a SentencePiece .model (default: that of the workspace)
+    --tokenizer DIR|FILE:path  tokenizer to extend (default: that of the workspace)
     --add FILE:path            pieces from a file, one a line
     --pieces+ PIECE =[]        pieces (\s: space, \n: line end)
     --from-text+ FILE:path     learn pieces from these text files
     --vocab-size N:int>=1      number of token ids after learning, with --from-text
-    --max-memory SIZE          SentencePiece models: memory for --from-text (default 2GB)
     --to DIR:outdir            folder to write (default: the workspace's tokenizer is replaced)
     --replace                  replace the workspace's tokenizer even if data or runs use the old one
 
     z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer
     """)
 def _extend(arguments: argparse.Namespace) -> None:
-    from zero2all.tokenizer.extend import read_pieces, require_replaceable, unescaped
-    from zero2all.tokenizer.extend_sentencepiece import (
-        SentencePieceExtender,
-        compression,
-        open_extender,
-        sample_of,
-    )
-    from zero2all.tokenizer.load import load_tokenizer
+    from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
-    from zero2all.tokenizer.sampling import parse_bytes
 
     if not (arguments.add or arguments.pieces or arguments.from_text):
         raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
@@ -197,19 +188,14 @@ def _extend(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--from-text and --vocab-size belong together: --vocab-size is the number of ids after learning."
         )
-    memory = None if arguments.max_memory is None else parse_bytes(arguments.max_memory)
-    if arguments.max_memory is not None and memory is None:
-        raise UsageError(f"--max-memory is {arguments.max_memory!r}; expected an amount such as 4GB or 500MB.")
     source, target = _folder(arguments), _target(arguments)
     require_replaceable(target)
-    extender = open_extender(source)
+    extender = Extender(source)
     extender.add(read_pieces(arguments.add) if arguments.add else [])
     extender.add([unescaped(piece) for piece in arguments.pieces])
-    parts = file_parts(arguments.from_text) if arguments.from_text else []
-    if isinstance(extender, SentencePieceExtender) and arguments.from_text:
-        extender.learn_parts(parts, arguments.vocab_size, target, memory)
-    elif arguments.from_text:
-        extender.learn((text for part in parts for text in part.texts()), arguments.vocab_size)
+    if arguments.from_text:
+        texts = (text for part in file_parts(arguments.from_text) for text in part.texts())
+        extender.learn(texts, arguments.vocab_size)
     done = extender.save(target)
     tell(
         f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
@@ -221,12 +207,6 @@ def _extend(arguments: argparse.Namespace) -> None:
         tell(
             f"only the first {done['text']['bytes']:,} bytes of text were read; "
             f"{done['text']['bytes_left_out']:,} bytes were left out"
-        )
-    if parts:
-        figures = compression(extender.tokenizer, load_tokenizer(target), sample_of(parts))
-        tell(
-            f"compression of a sample of the text: {figures['bytes_per_token_before']:.2f} bytes per token before, "
-            f"{figures['bytes_per_token_after']:.2f} now; {figures['changed_texts']:,} texts come back changed"
         )
     tell(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
 
