@@ -75,7 +75,10 @@ def train_on_parts(
         raise UsageError("No tokenizer was trained. " + " ".join(str(problem) for problem in problems))
     if not is_current(folder, "tokenizer", inputs):
         with scratch_folder(folder, inputs) as scratch:
-            _train(parts(scratch), config, folder, inputs, content, scratch, ignore_memory)
+            text = parts(scratch)
+            if config.kind != "bpe" and not ignore_memory:  # bpe keeps to its limit
+                check_memory(text, config)
+            _train(text, config, folder, inputs, content, scratch)
     manifest: dict[str, Any] = read_json(folder / MANIFEST_NAME)
     return manifest
 
@@ -123,10 +126,7 @@ def _train(
     inputs: str,
     content: dict[str, Any],
     scratch: Path,
-    ignore_memory: bool,
 ) -> None:
-    if config.kind != "bpe":  # which keeps to its limit
-        check_memory(parts, config, ignore_memory)
     learn = {"bpe": _by_bpe, "hf-bbpe": _by_hf_bbpe}[config.kind]
     tokenizer_json, text, facts = learn(parts, config, scratch)
     require_text(text)
@@ -188,12 +188,12 @@ FREE_SHARE = 0.9
 """Without --max-memory it may use this share of what is available."""
 
 
-def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: bool = False) -> None:
+def check_memory(parts: Sequence[TextPart], config: TokenizerConfig) -> None:
     """Refuse `hf-bbpe`, with advice, where a text of this size could need more memory than there is."""
     limit = config.memory_bytes or int(available_memory() * FREE_SHARE)
     text_bytes = sum(part.size_bytes for part in parts)
     most = BASE_BYTES + text_bytes * BYTES_PER_DISTINCT_BYTE
-    if most > limit and not ignore:
+    if most > limit:
         share = max(1, 100 * max(0, limit - BASE_BYTES) // (most - BASE_BYTES))
         have = f"--max-memory allows {human_bytes(limit)}."
         if not config.memory_bytes:
