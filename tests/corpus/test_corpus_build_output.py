@@ -227,19 +227,6 @@ def test_archive_members_with_other_fields_have_mappings_of_their_own(tmp_path):
     assert source["formats"] == {"json array": 1, "json lines": 1}
 
 
-def test_inputs_behind_fsspec_are_read(tmp_path):
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-    for name, word in (("a.jsonl", "one"), ("sub/b.jsonl", "two")):
-        with files.open(f"/bucket/{name}", "wb") as file:
-            file.write("".join(json.dumps({"text": f"{word} {n}"}) + "\n" for n in range(20)).encode())
-    report = build_corpus(tmp_path / "corpus", [Source("a", "memory://bucket")], plain_options(), HERE)
-    assert report["sources"]["a"]["records_kept"] == 40
-    with pytest.raises(BadInputError, match="nowhere"):
-        build_corpus(tmp_path / "corpus", [Source("a", "memory://nowhere")], plain_options(), HERE)
-
-
 def test_rows_json_cannot_hold_are_quarantined(tmp_path, write_lines):
     deep: object = 1
     for _ in range(900):
