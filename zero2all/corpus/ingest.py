@@ -80,7 +80,7 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
     while not items.at_end:
         folder = task.folder / segment_name(len(segments))
         with staged_folder(folder) as staging, ExitStack() as stack:
-            writer = SegmentWriter(task, staging, cleaners, stack)
+            writer = SegmentWriter(task.source, task.channel, task.is_auto, task.dedup, staging, cleaners, stack)
             while not (writer.is_full or items.at_end):
                 items.fill(writer)
                 writer.clean_batch()

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,9 +40,6 @@ from zero2all.corpus.segments import (
 )
 from zero2all.corpus.sources import part_name
 
-if TYPE_CHECKING:
-    from zero2all.corpus.ingest import IngestTask
-
 BATCH_CHARS = 1 << 19
 BATCH_RECORDS = 4096
 SEGMENT_BYTES = 64_000_000
@@ -58,13 +55,21 @@ class SegmentWriter:
     belong to none; any other source has one channel, whose files lie in the staging folder itself.
     """
 
-    def __init__(self, task: IngestTask, staging: Path, cleaners: Mapping[str, Cleaner], stack: ExitStack) -> None:
-        self.source, self.channel, self.is_auto, self.dedup = task.source, task.channel, task.is_auto, task.dedup
+    def __init__(
+        self,
+        source: str,
+        channel: str,
+        is_auto: bool,
+        dedup: DedupConfig,
+        staging: Path,
+        cleaners: Mapping[str, Cleaner],
+        stack: ExitStack,
+    ) -> None:
+        self.source, self.channel, self.is_auto, self.dedup = source, channel, is_auto, dedup
         self.staging, self.cleaners, self._stack = staging, cleaners, stack
         self._writers: dict[str, _ChannelWriter] = {}
-        if not self.is_auto:
-            cleaner = cleaners[self.channel]
-            self._writers[self.channel] = _ChannelWriter(self.source, self.dedup, staging, cleaner, stack)
+        if not is_auto:
+            self._writers[channel] = _ChannelWriter(source, dedup, staging, cleaners[channel], stack)
         self._batch: list[tuple[RawRow | Damaged, Document | Damaged, int]] = []
         self._batch_chars = 0
 

@@ -117,7 +117,6 @@ class Fleet:
         """One request: everything of the file that is missing, as far as it comes."""
         name, size, start = transfer.file.name, transfer.file.size_bytes, transfer.position
         with open(transfer.path, "ab", buffering=0) as part:
-            part.truncate(start)
             if start == size:
                 return
             byte_range = f"bytes={start}-{size - 1}" if start else None
