@@ -26,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import save_result
 from zero2all.quickstart.world import documents
 from zero2all.tokenizer import load_tokenizer, train_tokenizer
-from zero2all.tokenizer.config import SentencePieceConfig
 from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.text import well_formed
 
@@ -37,11 +36,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bpe": {"kind": "bpe"},
     "bpe, nfkc": {"kind": "bpe", "normalise": "nfkc"},
     "hf-bbpe": {"kind": "hf-bbpe"},
-    "sentencepiece bpe": {"kind": "sentencepiece"},
-    "sentencepiece unigram": {
-        "kind": "sentencepiece",
-        "sentencepiece": SentencePieceConfig(model_type="unigram", add_dummy_prefix=True),
-    },
 }
 AROUND = (
     "",

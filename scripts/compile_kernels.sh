@@ -22,6 +22,6 @@ z2a() {
 
 echo "Compiling kernels (about a minute the first time)"
 z2a corpus build "lines=$folder/lines.jsonl:en" "array=$folder/array.json:en" "table=$folder/table.csv:en" \
-    --clean.too_short.on false --dedup.lines true --valid-share 0.2 --accept-drops
+    --clean.too_short.on false --valid-share 0.2 --accept-drops
 z2a tokenizer train --vocab-size 275
 z2a pack --encoder numba

@@ -42,16 +42,13 @@ def test_a_sample_is_shown_with_its_borders_and_its_raw_file(work, raw, z2a):
     assert "z2a pack" not in ended.err
 
 
-def test_the_figures_are_printed_written_and_drawn(work, folder, z2a):
-    ended = z2a(
-        *("data", "stats", "--tokens", "4000", "--data.seq_len", "64", "--work", work),
-        *("--json", folder / "stats.json", "--png", folder / "stats.png"),
-    )
+def test_the_figures_are_printed_and_written(work, folder, z2a):
+    words = ("data", "stats", "--tokens", "4000", "--data.seq_len", "64", "--work", work)
+    ended = z2a(*words, "--json", folder / "stats.json")
     assert ended.code == 0, ended.err
     for words in ("bytes/token", "best_fit 64", "best_fit 32", "concat 64", "epochs", "a run of 4.0k tokens"):
         assert words in ended.out
     assert json.loads((folder / "stats.json").read_text())["budget"]["tokens"] == 4000
-    assert (folder / "stats.png").stat().st_size > 5000
 
 
 def test_damage_is_named_with_exit_code_3(work, z2a):

@@ -1,4 +1,4 @@
-"""What stands in a finished corpus beside train records: formats, samples, clusters, reports, boilerplate."""
+"""What stands in a finished corpus beside train records: formats, samples, clusters, reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.corpus.corpus_helpers import HERE, plain_options, tree
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import iter_records, training_text
-from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus, find_record, iter_dropped, read_report
+from zero2all.corpus import BuildOptions, Source, build_corpus, find_record, iter_dropped, read_report
 from zero2all.corpus.channels import SCRIPTS, scripts_of_encoded
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.signatures import encode
@@ -134,24 +134,6 @@ def test_no_near_duplicate_of_valid_is_left_in_train(tmp_path, write_lines, near
     assert (report["records_kept"] == 300) == (near == "all")
 
 
-def test_boilerplate_lines_are_removed_and_counted(tmp_path, write_lines):
-    menu = "Home | About | Contact"
-    texts = [f"{menu}\n{' '.join(prose(n))}" for n in range(40)]
-    path = write_lines("a.jsonl", [{"text": text} for text in [*texts, menu]])
-    code = write_lines("b.jsonl", [{"text": f"{menu}\ncode {n}"} for n in range(40)])
-    options = plain_options(dedup=DedupConfig(near="off", lines=True, line_records=20))
-    sources = [Source("a", path, "en"), Source("b", code, "code")]
-    report = build_corpus(tmp_path / "corpus", sources, options, HERE)["sources"]
-    assert report["a"]["dropped"] == {"boilerplate": 1}
-    assert report["a"]["bytes_boilerplate"] == 40 * (len(menu) + 1)
-    assert not [record for record in both(tmp_path / "corpus") if menu in record["content"]]
-    assert all(record["content"].startswith(menu) for record in both(tmp_path / "corpus", "b"))
-    (sample,) = iter_dropped(tmp_path / "corpus", "a", "boilerplate")
-    assert (sample["gid"], sample["excerpt"]) == (40, menu)
-    build_corpus(tmp_path / "two", sources, options, EngineConfig(workers=2))
-    assert tree(tmp_path / "two") == tree(tmp_path / "corpus")
-
-
 def test_a_record_is_found_by_its_gid_in_whichever_split_it_stands(tmp_path, rows):
     build_corpus(tmp_path / "corpus", [Source("a", rows)], plain_options(valid_share=0.1), HERE)
     valid = next(iter_records(tmp_path / "corpus", "a", "valid"))
@@ -243,19 +225,6 @@ def test_archive_members_with_other_fields_have_mappings_of_their_own(tmp_path):
     assert source["records_kept"] == 60
     assert source["mappings"] == [{"content": "text"}, {"content": "body", "title": "name"}]
     assert source["formats"] == {"json array": 1, "json lines": 1}
-
-
-def test_inputs_behind_fsspec_are_read(tmp_path):
-    import fsspec
-
-    files = fsspec.filesystem("memory")
-    for name, word in (("a.jsonl", "one"), ("sub/b.jsonl", "two")):
-        with files.open(f"/bucket/{name}", "wb") as file:
-            file.write("".join(json.dumps({"text": f"{word} {n}"}) + "\n" for n in range(20)).encode())
-    report = build_corpus(tmp_path / "corpus", [Source("a", "memory://bucket")], plain_options(), HERE)
-    assert report["sources"]["a"]["records_kept"] == 40
-    with pytest.raises(BadInputError, match="nowhere"):
-        build_corpus(tmp_path / "corpus", [Source("a", "memory://nowhere")], plain_options(), HERE)
 
 
 def test_rows_json_cannot_hold_are_quarantined(tmp_path, write_lines):

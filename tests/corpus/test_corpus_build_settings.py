@@ -120,13 +120,23 @@ def test_all_mistakes_in_the_file_are_told_at_once(tmp_path):
 
 
 def test_mistakes_in_rules_stand_in_the_same_list_under_the_names_they_were_given(tmp_path):
-    words = ["--clean.en.digitz.on", "false", "--dedup.near", "of", "--options.shard_size", "3"]
+    words = [
+        "--clean.en.digitz.on",
+        "false",
+        "--dedup.near",
+        "of",
+        "--options.shard_size",
+        "3",
+        "--dedup.lines",
+        "true",
+    ]
     with pytest.raises(UsageError) as caught:
         load_settings([f"a={tmp_path}"], words)
     message = str(caught.value)
     assert "`clean` has no field `digitz`. Did you mean `digits`?" in message
     assert " dedup.near: got 'of'" in message
     assert "`options` has no field `shard_size`" in message
+    assert "`dedup` has no field `lines`. Lines that many records have are no longer removed" in message
 
 
 def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):

@@ -252,13 +252,6 @@ def test_a_wrong_channel_named_by_hand_is_named_with_samples(tmp_path, write_lin
     assert str(tmp_path / "corpus/one/dropped") in message
 
 
-def test_a_rule_that_drops_a_twentieth_is_shown_with_samples(tmp_path, write_lines):
-    path = write_lines("a.jsonl", [{"text": han(n) if n % 10 else english(n)} for n in range(200)])
-    report = build_corpus(tmp_path / "corpus", [Source("one", path)], one_rule(), HERE)
-    note = next(note for note in summary_notes(report) if "wrong_script dropped, for example" in note)
-    assert english(0)[:30] in note
-
-
 # ---- from the command line ------------------------------------------------------------------------------------
 
 

@@ -211,11 +211,6 @@ def whole(raw, tmp_path_factory):
     return tree(folder)
 
 
-def test_two_workers_write_what_one_writes(raw, whole, tmp_path):
-    build_three(tmp_path, raw, EngineConfig(workers=2))
-    assert tree(tmp_path) == whole
-
-
 BUILD = """
 import random, sys
 from pathlib import Path

@@ -147,27 +147,11 @@ def test_kept_build_gives_its_clusters_to_every_format(tmp_path):
     assert clusters == clusters[:1] * 3
 
 
-def test_channel_that_is_given_later_is_no_longer_called_guessed(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(lines(100))
-    guessed, given = (
-        build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.jsonl", channel)], plain_options(), HERE)
-        for channel in (None, "en")
-    )
-    assert guessed["sources"]["a"]["channel_guessed"]
-    assert not given["sources"]["a"]["channel_guessed"]
-
-
 def test_two_sources_with_one_number_are_refused(tmp_path, build):
     (tmp_path / "a.jsonl").write_bytes(lines(100))
     write_json(tmp_path / "corpus/sources.json", {"one": 0, "two": 0})
     with pytest.raises(BadInputError, match="a number of its own"):
         build(tmp_path / "a.jsonl")
-
-
-def test_empty_corpus_says_where_to_look_when_everything_was_damaged(tmp_path, build):
-    (tmp_path / "a.jsonl").write_bytes(b"{bad\n{bad\n")
-    with pytest.raises(BadInputError, match=r"(?s)none was kept \(2 quarantined\).*quarantine/one\.jsonl"):
-        build(tmp_path / "a.jsonl", max_damaged_share=1)
 
 
 # ---- what is read although something is wrong with it ---------------------------------------------------------

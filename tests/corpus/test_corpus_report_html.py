@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -65,8 +63,8 @@ def hostile(tmp_path, write_lines):
 def source_report(**changes):
     report = {
         "records_in": 10, "records_kept": 7, "dropped": {"digits": 2}, "quarantined": 1,
-        "quarantined_by_reason": {"invalid_json": 1}, "bytes_in": 1000, "bytes_kept": 700, "bytes_repaired": 50,
-        "bytes_boilerplate": 40, "bytes_dropped": {"digits": 200}, "bytes_quarantined": 10,
+        "quarantined_by_reason": {"invalid_json": 1}, "bytes_in": 960, "bytes_kept": 700, "bytes_repaired": 50,
+        "bytes_dropped": {"digits": 200}, "bytes_quarantined": 10,
         "contained": {"looked_up": 6, "records": 1, "examples": [{"gid": 1, "inside": 2, "share": 0.9}]},
         "private_use": {"records": 2, "mapped": 3, "removed": 4}, "masked": {"emails": 3},
         "train_records": 6, "valid_records": 1, "channel": "en", "channel_guessed": True, "channel_reason": "why",
@@ -109,7 +107,7 @@ def test_page_stands_alone_and_escapes_what_it_shows(hostile):
 def test_page_shows_both_identities_in_figures():
     words = Page(report_html(whole_report({"a": source_report(), "b": source_report()}))).words
     assert "20 in = 14 kept + 4 dropped + 2 quarantined ✓ adds up" in words
-    assert "2,000 in = 1,400 kept + 400 dropped + 20 quarantined + 100 repaired + 80 boilerplate ✓ adds up" in words
+    assert "1,920 in = 1,400 kept + 400 dropped + 20 quarantined + 100 repaired ✓ adds up" in words
 
 
 def test_page_follows_the_language(monkeypatch):
@@ -184,17 +182,3 @@ def test_histogram_stays_inside_its_frame(lengths):
         assert 0 <= float(x) <= float(x) + float(wide) <= width
         assert 0 <= float(y) <= float(y) + float(tall) <= height
     assert plot.count("<rect") == max(lengths).bit_length() - min(lengths).bit_length() + 1
-
-
-def test_a_real_browser_shows_the_page_and_runs_nothing_in_it(hostile, tmp_path):
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([browser, *flags, hostile[1].as_uri()], capture_output=True, text=True, timeout=180)
-    if not done.stdout:
-        pytest.skip(f"{browser} does not run here: {done.stderr[-200:]}")
-    assert "<title>Corpus report</title>" in done.stdout
-    assert "<script" not in done.stdout
-    assert "<img" not in done.stdout
-    assert done.stdout.count("<section") == hostile[1].read_text(encoding="utf-8").count("<section")

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.corpus.corpus_helpers import plain_options
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
@@ -31,13 +30,6 @@ from zero2all.corpus import (
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.sources import guess_mapping
 from zero2all.tokenizer.parts import corpus_parts
-
-
-def test_name_path_and_channel_are_read(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("x")
-    assert parse_source(f"news={path}") == Source("news", path)
-    assert parse_source(f"news={path}:zh") == Source("news", path, "zh")
 
 
 def test_path_with_colons_that_exists_is_taken_whole(tmp_path):
@@ -177,13 +169,6 @@ def test_channel_is_guessed_from_the_text_and_said(tmp_path, build, name, text, 
     assert json.loads((tmp_path / "corpus/one/manifest.json").read_text())["channel"] == channel
 
 
-def test_given_channel_is_not_questioned(tmp_path):
-    (tmp_path / "a.txt").write_text("plain English")
-    report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.txt", "poetry")], plain_options())
-    assert report["sources"]["a"]["channel"] == "poetry"
-    assert not report["sources"]["a"]["channel_guessed"]
-
-
 def test_a_field_inside_another_can_be_mapped(write_lines, build, kept):
     rows = [{"doc": {"text": f"text number {n}", "lang": "en"}, "meta": {"head": "T"}, "n": n} for n in range(3)]
     path = write_lines("a.jsonl", [*rows, {"doc.text": "a name with a dot", "n": 3}])
@@ -193,11 +178,6 @@ def test_a_field_inside_another_can_be_mapped(write_lines, build, kept):
     assert kept()[0]["title"] == "T"
     assert kept()[0]["others"] == {"doc": {"lang": "en"}, "meta": {}, "n": 0}
     assert kept()[3]["content"] == "a name with a dot"
-
-
-def test_a_nested_field_is_proposed_when_no_text_was_found(write_lines, build):
-    with pytest.raises(BadInputError, match=r"--map content=doc\.body"):
-        build(write_lines("a.jsonl", [{"id": "7", "doc": {"body": "A long text that lies inside."}}] * 3))
 
 
 def test_no_text_field_in_a_compressed_archive_is_told_before_it_is_read(tmp_path, build, monkeypatch):

@@ -90,12 +90,6 @@ def test_data_of_another_tokenizer_than_the_report_says_is_named(made):
         open_training_data(made.packed, DataConfig(seq_len=8), [Stage("main", 0, None, 8)])
 
 
-def test_a_source_with_less_than_one_sample_is_named_with_its_folder_and_stage_length(made):
-    stages = [Stage("main", 0, None, 8), Stage("long", 800, {"a": 1.0}, 400)]
-    with pytest.raises(BadInputError, match=r"`a` has 400 tokens, fewer than one sample of 400 \+ 1 \(.*a/train\)"):
-        open_training_data(made.packed, DataConfig(seq_len=8), stages)
-
-
 @pytest.mark.parametrize("mixture", [{"a": -1.0}, {"a": float("nan")}, {"a": float("inf")}])
 def test_weights_that_are_no_weights_are_refused(made, mixture):
     with pytest.raises(UsageError, match=r"data\.mixture gives `a` the weight .* expected 0 or more"):

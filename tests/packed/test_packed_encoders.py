@@ -27,11 +27,6 @@ def test_packed_tokens_do_not_depend_on_the_encoder(name, shared_work, tmp_path,
     assert choice["parity"]["documents"] == 3 * writer.SAMPLE_DOCUMENTS - (64 - 40)  # `letters` has 40 documents
 
 
-def test_a_small_corpus_is_encoded_by_the_reference(shared_work):
-    choice = read_manifest(shared_work.packed / "zh" / "train", "packed", "z2a pack")["encoder"]
-    assert (choice["asked"], choice["got"], choice["parity"]) == ("auto", "tokenizers", None)
-
-
 def test_a_fallback_is_printed_and_recorded(shared_work, tmp_path, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "numba" else find(name))

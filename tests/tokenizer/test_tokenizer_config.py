@@ -5,29 +5,30 @@ import dataclasses
 import pytest
 
 from zero2all.common.schema import Problem, build, field_docs
-from zero2all.config import ConfigError, config_from_values
+from zero2all.config import ConfigError, config_from_values, with_new_names
 from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, TokenizerConfig
-from zero2all.tokenizer.config import SentencePieceConfig
 from zero2all.tokenizer.sampling import parse_bytes
 
 SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + 256 + 1
 
 
-@pytest.mark.parametrize("section", [TokenizerConfig, SpecialsConfig, SentencePieceConfig])
+@pytest.mark.parametrize("section", [TokenizerConfig, SpecialsConfig])
 def test_every_field_has_a_doc_line(section):
     assert set(field_docs(section)) == {field.name for field in dataclasses.fields(section)}
 
 
 def test_impossible_values_are_all_reported_together():
     problems: list[Problem] = []
-    values = {"vocab_size": "many", "kind": "wordpiece", "threads": 0, "sentencepiece": {"character_coverage": 0.1}}
+    values = {"vocab_size": "many", "kind": "wordpiece", "threads": 0}
     build(TokenizerConfig, values, "tokenizer", problems)
-    assert [problem.field for problem in problems] == [
-        "tokenizer.vocab_size",
-        "tokenizer.kind",
-        "tokenizer.threads",
-        "tokenizer.sentencepiece.character_coverage",
-    ]
+    assert [problem.field for problem in problems] == ["tokenizer.vocab_size", "tokenizer.kind", "tokenizer.threads"]
+
+
+def test_a_kind_that_is_gone_is_answered_with_what_to_use_and_runs_that_had_it_load():
+    values = {"tokenizer": {"kind": "sentencepiece", "sentencepiece": {"model_type": "unigram"}}}
+    with pytest.raises(ConfigError, match=r"tokenizer.kind: .* no longer trained here; `z2a tokenizer import`"):
+        config_from_values(values, "of the test")
+    assert config_from_values(with_new_names(values), "of a run").tokenizer.kind == "bpe"
 
 
 def test_defaults_are_valid():
@@ -71,14 +72,12 @@ def test_control_tokens_that_cannot_be_told_from_each_other_or_from_text_are_ref
     ("values", "field"),
     [
         ({"vocab_size": SMALLEST_VOCAB_SIZE - 1}, "vocab_size"),
-        ({"vocab_size": SMALLEST_VOCAB_SIZE, "kind": "sentencepiece"}, "vocab_size"),
         ({"vocab_size": SMALLEST_VOCAB_SIZE, "specials": {"reserved": 9}}, "vocab_size"),
         ({"max_memory": "much"}, "max_memory"),
         ({"take": {"news": "half"}}, "take.news"),
         ({"take": {"news": "45/44"}}, "take.news"),
         ({"take": "1/0"}, "take"),
         ({"pattern": "isolated-han"}, "pattern"),
-        ({"kind": "sentencepiece", "max_piece_bytes": 9}, "max_piece_bytes"),
     ],
 )
 def test_values_that_do_not_go_together_are_named(values, field):

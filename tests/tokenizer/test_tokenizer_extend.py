@@ -5,10 +5,8 @@ import tokenizers
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
-from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer, train_tokenizer
-from zero2all.tokenizer.config import SentencePieceConfig
+from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer
 from zero2all.tokenizer.extend import Extender, read_pieces, spelled_by
-from zero2all.tokenizer.extend_sentencepiece import open_extender
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,24 +95,6 @@ def test_folder_of_others_keeps_the_ids_of_its_added_tokens(texts, tmp_path):
     assert auto.eos_token_id == theirs.end_id
     assert auto.convert_tokens_to_ids("<|im_end|>") == theirs.control["<|im_end|>"]
     assert new.encode_text("量子纠缠") == auto("量子纠缠")["input_ids"] == [new.vocab_size - 1]
-
-
-def test_sentencepiece_bpe_takes_pieces_by_name_and_unigram_is_refused(texts, tmp_path):
-    pytest.importorskip("sentencepiece")
-    settings = {"kind": "sentencepiece", "threads": 1}
-    train_tokenizer(texts, 600, tmp_path / "bpe", "i", **settings)
-    extender = open_extender(tmp_path / "bpe")
-    extender.add(["kalomi kalomi", " quantum"])
-    extender.save(tmp_path / "new")
-    new = load_tokenizer(tmp_path / "new")
-    assert [len(new.encode_text(text)) for text in ("kalomi kalomi", " quantum")] == [1, 1]
-    (tmp_path / "bpe/sentencepiece.model").unlink()
-    with pytest.raises(BadInputError, match=r"its .model file is not there"):
-        extended(tmp_path / "bpe", tmp_path / "new2", texts=iter(FIELD), vocab_size=650)
-    unigram = SentencePieceConfig(model_type="unigram")
-    train_tokenizer(texts, 600, tmp_path / "unigram", "i", **settings, sentencepiece=unigram)
-    with pytest.raises(BadInputError, match="is a Unigram model"):
-        open_extender(tmp_path / "unigram")
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import pytest
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer import load_tokenizer
-from zero2all.tokenizer.extend_sentencepiece import compression, open_extender
+from zero2all.tokenizer.extend import Extender
 from zero2all.tokenizer.foreign import FAMILIES, TIKTOKEN_PATTERNS, read_foreign
-from zero2all.tokenizer.parts import parts_from_texts
-from zero2all.tokenizer.sentencepiece_model import read_sentencepiece, with_pieces
 from zero2all.tokenizer.stage import import_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -27,7 +25,6 @@ HARD = [
     "It's 12345 THEY'LL don't ﬁ ①²",
     "aaaaaaaaaa abababababa",
 ]
-CHINESE = ["量子纠缠与量子计算，量子纠缠。\n量子力学描述自然，量子计算很快。\n"] * 40
 
 
 def train(texts, path, model_type="bpe", **options):
@@ -134,37 +131,11 @@ def test_import_makes_the_tokenizer_of_a_workspace_and_folders_of_others_load_as
     assert load_tokenizer(tmp_path / "again").fingerprint == load_tokenizer(folder).fingerprint
 
 
-def test_llama_like_model_learns_chinese_from_text_and_no_old_id_moves(llama, english, tmp_path):
-    old = load_tokenizer(llama)
-    extender = open_extender(llama)
-    extender.add(["纠缠", " quantum"])
-    extender.learn_parts(parts_from_texts(CHINESE, tmp_path / "spool"), 530, tmp_path / "new", 8_000_000_000)
-    done = extender.save(tmp_path / "new")
-    new = load_tokenizer(tmp_path / "new")
-    assert (done["old_vocab_size"], new.vocab_size) == (500, 530)
-    assert all(new.token_bytes(number) == old.token_bytes(number) for number in range(500))
-    figures = compression(old, new, CHINESE[:2])
-    assert figures["bytes_per_token_after"] > 2.5 * figures["bytes_per_token_before"]
-    assert figures["changed_texts"] == 0
-    assert [new.encode_text(text) for text in english[:50]] == [old.encode_text(text) for text in english[:50]]
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "new/sentencepiece.model"))
-    for text in [*CHINESE[:1], *english[:20], *HARD, "纠缠 quantum"]:
-        assert reference.encode(text) == new.encode_text(text)
-    for number in range(500, 530):  # every new piece can be reached
-        spelled = new.backend.id_to_token(number)
-        assert [token.id for token in new.backend.model.tokenize(spelled)] == [number]
-    with pytest.raises(BadInputError, match=r"Set --vocab-size to \d+ or less"):
-        open_extender(llama).learn_parts(parts_from_texts(CHINESE, tmp_path / "s2"), 5000, tmp_path / "other")
-
-
-def test_extend_prints_compression_before_and_after(llama, tmp_path, capsys):
-    (tmp_path / "zh.txt").write_text("".join(CHINESE), encoding="utf-8")
-    words = ["--from-text", str(tmp_path / "zh.txt"), "--vocab-size", "515", "--to", str(tmp_path / "new")]
-    assert main(["tokenizer", "extend", "--tokenizer", str(llama), *words, "--max-memory", "8GB"]) == 0
-    said = capsys.readouterr().out
-    assert "500 ids before, 515 now" in said
-    assert "bytes per token before" in said
-    assert "0 texts come back changed" in said
+def test_pieces_are_added_to_byte_level_tokenizers_only(llama, english, tmp_path):
+    with pytest.raises(BadInputError, match=r"is SentencePiece's\. Pieces can be added to byte-level BPE"):
+        Extender(llama)
+    with pytest.raises(BadInputError, match="is a Unigram model"):
+        Extender(train(english, tmp_path / "unigram.model", **VARIANTS["unigram"]))
 
 
 def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp_path, capsys):
@@ -206,7 +177,7 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp
         load_tokenizer(tmp_path)
 
 
-def test_what_tokenizer_json_cannot_express_is_refused(english, llama, tmp_path):
+def test_what_tokenizer_json_cannot_express_is_refused(english, tmp_path):
     word = train(english, tmp_path / "w.model", "word", byte_fallback=False, hard_vocab_limit=False)
     with pytest.raises(BadInputError, match="it is a word model; unigram and bpe are supported"):
         load_tokenizer(word)
@@ -216,5 +187,3 @@ def test_what_tokenizer_json_cannot_express_is_refused(english, llama, tmp_path)
     own = train(english, tmp_path / "o.model", user_defined_symbols=["[MASK]"])
     with pytest.raises(BadInputError, match="puts a space before every text"):
         load_tokenizer(own)
-    read = read_sentencepiece(with_pieces(llama.read_bytes(), ["量子"], [-9.5]), "x")
-    assert (read.pieces[-1], read.scores[-1], read.types[-1], len(read.pieces)) == ("量子", -9.5, 1, 501)

@@ -1,17 +1,15 @@
-"""`z2a tokenizer eval`: the figures are what they say, others can stand beside ours, and the page is safe."""
+"""`z2a tokenizer eval`: the figures are what they say, and others can stand beside ours."""
 
 from __future__ import annotations
 
 import json
-import re
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer.lab.candidates import FIXED_TEXTS, EvalText, open_candidates
-from zero2all.tokenizer.lab.evaluation_report import evaluation_page, evaluation_tables
+from zero2all.tokenizer.lab.evaluation_report import evaluation_tables
 from zero2all.tokenizer.lab.measure import JUNK, evaluate, junk_sort
 
 NASTY = "<script>alert('1')</script> & \"quotes\" </div>\x00 <b onmouseover=x>\n\ttab"
@@ -39,9 +37,6 @@ def test_figures_are_what_they_say(report, tokenizer, eval_text):
     use = ours["vocabulary_use"]
     assert use["used"] == len(used)
     assert ours["pieces"] == tokenizer.vocab_size - len(tokenizer.control)
-    assert sum(bucket["pieces"] for bucket in use["histogram"]) == ours["pieces"]
-    assert use["histogram"][0]["pieces"] == ours["pieces"] - len(used)
-    assert use["by_rank"][-1][0] == len(used)
     assert ours["round_trip"] == {"documents": 43, "changed": 0, "example": ""}
     assert ours["coverage"]["distinct_characters"] == len(set("".join(eval_text.documents)))
     assert ours["fertility"]["tokens_per_digit"] == 1
@@ -60,7 +55,7 @@ def test_split_characters_are_counted_in_bytes(folder, tokenizer):
 def test_the_same_tokenizer_twice_has_two_names_and_the_same_figures(report):
     ours, again = report["tokenizers"]
     assert (ours["name"], again["name"]) == ("ours", "tokenizer")
-    for figure in ("tokens", "vocabulary_use", "coverage", "junk", "segments"):
+    for figure in ("tokens", "vocabulary_use", "coverage", "junk"):
         assert ours[figure] == again[figure]
 
 
@@ -91,69 +86,6 @@ def test_sorts_of_junk(piece, used, sort):
     assert sort is None or sort in JUNK
 
 
-class _Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.tags, self.cuts, self.open = [], [], 0
-
-    def handle_starttag(self, tag, attributes):
-        names = dict(attributes)
-        self.tags.append((tag, names))
-        if tag == "div":
-            self.open += 1
-            if names.get("class") == "tokens":
-                self.cuts.append("")
-                self.inside = self.open
-
-    def handle_endtag(self, tag):
-        if tag == "div":
-            if self.open == getattr(self, "inside", None):
-                self.inside = None
-            self.open -= 1
-
-    def handle_data(self, data):
-        if getattr(self, "inside", None):
-            self.cuts[-1] += data
-
-
-def _is_text(piece):
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def test_the_page_shows_every_excerpt_whole_and_runs_nothing(report):
-    page = _Page()
-    page.feed(evaluation_page(report))
-    kinds = {tag for tag, _ in page.tags}
-    assert not kinds & {"script", "link", "img", "iframe", "b onmouseover=x"}
-    assert not any(
-        name.startswith("on") or "http" in (value or "") for _, names in page.tags for name, value in names.items()
-    )
-    expected = [excerpt["text"] for excerpt in report["excerpts"] for _ in report["tokenizers"]]
-    assert NASTY in expected
-    tokens = [each["segments"][place] for place in range(len(report["excerpts"])) for each in report["tokenizers"]]
-    for text, cut, cut_tokens in zip(expected, page.cuts, tokens, strict=True):
-        pieces = [bytes.fromhex(digits) for _, digits in cut_tokens]
-        assert b"".join(pieces).decode() == text
-        shown = cut.replace("⏎\n", "\n").replace("⇥", "\t").replace("␀", "\x00")
-        if all(_is_text(piece) for piece in pieces):  # others show bytes where a character is split
-            assert shown == text
-    assert page.cuts[expected.index(NASTY)].startswith("<script>alert('1')</script> & \"quotes\" </div>␀")
-    ids = [names["data-tip"] for tag, names in page.tags if tag == "i" and "data-tip" in names]
-    assert len(ids) == sum(len(tokens) for each in report["tokenizers"] for tokens in each["segments"])
-
-
-def test_the_page_follows_the_language(report, monkeypatch):
-    monkeypatch.setenv("Z2A_LANG", "zh")
-    page = re.sub(r'(?s)<style>.*?</style>|<div class="tokens">.*?</div>|<code.*?</code>', "", evaluation_page(report))
-    texts = [*re.sub(r"<[^>]+>", "\n", page).split("\n"), *re.findall(r'(?:title|aria-label)="([^"]*)"', page)]
-    assert [text for text in texts if re.search(r"[a-z]{2,}(?: [a-z]+){2,}", text)] == []
-    assert "每词元字节数" in page
-
-
 def test_tables_have_a_row_for_each_tokenizer(report):
     for table in evaluation_tables(report):
         assert [row[0] for row in table.rows] == ["tokenizer", "ours", "tokenizer"]
@@ -162,24 +94,16 @@ def test_tables_have_a_row_for_each_tokenizer(report):
 
 def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_path):
     sentencepiece = pytest.importorskip("sentencepiece")
-    lines = [line for text in texts for line in text.split("\n") if line]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_prefix=str(tmp_path / "small"),
-        vocab_size=600,
-        model_type="bpe",
-        byte_fallback=True,
-        character_coverage=0.99,
-        minloglevel=2,
-    )
+    settings = {"vocab_size": 600, "model_type": "bpe", "byte_fallback": True, "minloglevel": 2}
+    lines = iter([line for text in texts for line in text.split("\n") if line])
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_prefix=str(tmp_path / "small"), **settings)
     report = evaluate(open_candidates(folder, [str(tmp_path / "small.model")], eval_text), eval_text)
     small = report["tokenizers"][1]
     model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "small.model"))
-    assert (small["name"], small["kind"]) == ("small", "sentencepiece")
+    assert (small["name"], small["kind"]) == ("small", "file, tokenizers")
     assert small["channels"]["mixed"]["tokens"] == sum(len(model.encode(text)) for text in eval_text.channels["mixed"])
-    assert small["round_trip"]["changed"] > 0  # it drops line breaks
     (tmp_path / "bad.model").write_bytes(b"no model")
-    with pytest.raises(BadInputError, match=r"bad\.model is not a SentencePiece model"):
+    with pytest.raises(BadInputError, match=r"bad\.model is not a tokenizer file"):
         open_candidates(folder, [str(tmp_path / "bad.model")], eval_text)
 
 

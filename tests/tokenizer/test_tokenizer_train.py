@@ -1,7 +1,6 @@
 """Training: what comes out, what is refused, and that nothing half-done is ever taken for whole."""
 
 import json
-import random
 import signal
 import subprocess
 import sys
@@ -65,13 +64,6 @@ def test_same_text_gives_byte_identical_folder_with_any_thread_count(texts, tmp_
     for threads in (1, 3):
         train_tokenizer(given, 600, tmp_path / str(threads), "inputs", threads=threads)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
-
-
-def test_same_text_gives_byte_identical_folder_with_the_library_in_another_process(texts, tmp_path):
-    code, there = train_in_a_process(texts, tmp_path / "there", 1, "hf-bbpe")
-    assert code == 0
-    train_tokenizer(texts, 700, tmp_path / "here", "inputs", kind="hf-bbpe")
-    assert contents(there) == contents(tmp_path / "here")
 
 
 def test_vocabulary_has_the_asked_size_controls_first_and_every_byte(tokenizer):
@@ -207,20 +199,6 @@ def test_another_pattern_cuts_another_way(texts, tmp_path):
     assert len(backend.pre_tokenizer.pre_tokenize_str("，中国，ok")) == 3
     with pytest.raises(UsageError, match=r"neither a name \(qwen2, isolated-han\) nor a regular expression"):
         train_tokenizer(texts, 520, tmp_path / "t", "other", kind="hf-bbpe", pattern="(")
-
-
-def test_texts_from_an_iterator_give_the_tokenizer_of_the_list(texts, folder, tmp_path):
-    train_tokenizer(iter(texts), 700, tmp_path / "tokenizer", "made in conftest")
-    assert load_tokenizer(tmp_path / "tokenizer").fingerprint == load_tokenizer(folder).fingerprint
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
-
-
-def test_a_line_of_megabytes_without_a_space_is_learned_from(tmp_path):
-    line = "".join(random.Random(0).choices([chr(0x4E00 + n) for n in range(400)], k=1_000_000))
-    manifest = train_tokenizer([line], 700, tmp_path / "tokenizer", "inputs")
-    assert manifest["text"]["bytes"] == 3_000_000
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    assert tokenizer.decode(tokenizer.encode_text(line[:1000])) == line[:1000]
 
 
 def test_training_that_another_process_is_doing_is_not_disturbed(texts, tmp_path):

@@ -306,7 +306,7 @@ def _cut(text: str, arguments: argparse.Namespace) -> str:
     --endpoint
     --token-env VARIABLE           environment variable that holds the token; without it, mirrors get no token (default:
         HF_TOKEN or `hf auth login`)
-    --connections N:int>=1 =4      files or parts of files fetched in parallel (default 4)
+    --connections N:int>=1 =4      files fetched in parallel (default 4)
     --verify                       also verify files that are already here
     --update                       replace local files with the current ones of the revision
     --dry-run                      list the files and stop

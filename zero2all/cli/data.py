@@ -103,7 +103,6 @@ def _show(arguments: argparse.Namespace) -> None:
     --config CONFIG   a run of this workspace, a preset or a YAML file (default: sources weighted by their tokens)
     --tokens N:count  tokens that the run reads (default: as in the config)
     --json FILE:out   also write the figures as JSON
-    --png FILE:out    also draw the figures
 
     z2a data stats --work my-workspace --config z2all-100m --tokens 2000000000
     """,
@@ -112,7 +111,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
     from zero2all.packed.remote import packed_root
-    from zero2all.packed.stats import draw_stats, packed_stats
+    from zero2all.packed.stats import packed_stats
     from zero2all.train.run_data import open_run_data
 
     workspace = workspace_of(arguments)
@@ -126,9 +125,6 @@ def _stats(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         write_json(arguments.json, stats)
         print(arguments.json)
-    if arguments.png is not None:
-        draw_stats(stats, arguments.png)
-        print(arguments.png)
 
 
 def _print_stats(stats: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
 
     --work
     --vocab-size N:int                number of token ids (default 64000)
-    --kind bpe|hf-bbpe|sentencepiece  bpe (default): the built-in exact trainer; the others use libraries
+    --kind KIND                       bpe (default): the built-in exact trainer; hf-bbpe: that of the tokenizers library
     --take SOURCE=SHARE,…             share of each source to train on: news=20/44,wiki=2GB; or one for all: 2GB
         (default: everything)
     --text+ FILE:path                 train on these text files, not the corpus
@@ -48,7 +48,7 @@ def _folder(arguments: argparse.Namespace) -> Path:
     --max-memory SIZE                 memory limit, such as 4GB
     --threads N:int                   threads (default: one per core)
     --approximate                     bpe: allow an approximate result if memory does not suffice
-    --ignore-memory                   hf-bbpe, sentencepiece: start even if memory will not suffice
+    --ignore-memory                   hf-bbpe: start even if memory will not suffice
     --config CONFIG                   use the tokenizer section of this preset or YAML file
     --section.field
 
@@ -96,6 +96,11 @@ def _train_config(arguments: argparse.Namespace) -> Any:
         values["take"] = parse_take(arguments.take)
     if arguments.approximate:
         values["exact"] = False
+    if values.get("kind") == "sentencepiece" or "sentencepiece" in values:
+        raise UsageError(
+            "SentencePiece models are no longer trained here. Use --kind bpe, or train the .model with the "
+            "sentencepiece library and take it with `z2a tokenizer import FILE.model`."
+        )
     config = build(TokenizerConfig, values, "tokenizer", problems)
     problems += [] if problems else config.problems("tokenizer")
     if problems:
@@ -163,28 +168,19 @@ def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
     tokenizer extend: add pieces to a tokenizer; existing ids stay the same
 
     --work
-    --tokenizer DIR|FILE:path  tokenizer to extend: a folder or a SentencePiece .model (default: that of the workspace)
+    --tokenizer DIR|FILE:path  tokenizer to extend (default: that of the workspace)
     --add FILE:path            pieces from a file, one a line
     --pieces+ PIECE =[]        pieces (\s: space, \n: line end)
     --from-text+ FILE:path     learn pieces from these text files
     --vocab-size N:int>=1      number of token ids after learning, with --from-text
-    --max-memory SIZE          SentencePiece models: memory for --from-text (default 2GB)
     --to DIR:outdir            folder to write (default: the workspace's tokenizer is replaced)
     --replace                  replace the workspace's tokenizer even if data or runs use the old one
 
     z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer
     """)
 def _extend(arguments: argparse.Namespace) -> None:
-    from zero2all.tokenizer.extend import read_pieces, require_replaceable, unescaped
-    from zero2all.tokenizer.extend_sentencepiece import (
-        SentencePieceExtender,
-        compression,
-        open_extender,
-        sample_of,
-    )
-    from zero2all.tokenizer.load import load_tokenizer
+    from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped
     from zero2all.tokenizer.parts import file_parts
-    from zero2all.tokenizer.sampling import parse_bytes
 
     if not (arguments.add or arguments.pieces or arguments.from_text):
         raise UsageError("Nothing to add. Give pieces with --pieces or --add FILE, or text with --from-text FILE.")
@@ -192,19 +188,14 @@ def _extend(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--from-text and --vocab-size belong together: --vocab-size is the number of ids after learning."
         )
-    memory = None if arguments.max_memory is None else parse_bytes(arguments.max_memory)
-    if arguments.max_memory is not None and memory is None:
-        raise UsageError(f"--max-memory is {arguments.max_memory!r}; expected an amount such as 4GB or 500MB.")
     source, target = _folder(arguments), _target(arguments)
     require_replaceable(target)
-    extender = open_extender(source)
+    extender = Extender(source)
     extender.add(read_pieces(arguments.add) if arguments.add else [])
     extender.add([unescaped(piece) for piece in arguments.pieces])
-    parts = file_parts(arguments.from_text) if arguments.from_text else []
-    if isinstance(extender, SentencePieceExtender) and arguments.from_text:
-        extender.learn_parts(parts, arguments.vocab_size, target, memory)
-    elif arguments.from_text:
-        extender.learn((text for part in parts for text in part.texts()), arguments.vocab_size)
+    if arguments.from_text:
+        texts = (text for part in file_parts(arguments.from_text) for text in part.texts())
+        extender.learn(texts, arguments.vocab_size)
     done = extender.save(target)
     tell(
         f"{target}: {done['old_vocab_size']:,} ids before, {done['vocab_size']:,} now; "
@@ -216,12 +207,6 @@ def _extend(arguments: argparse.Namespace) -> None:
         tell(
             f"only the first {done['text']['bytes']:,} bytes of text were read; "
             f"{done['text']['bytes_left_out']:,} bytes were left out"
-        )
-    if parts:
-        figures = compression(extender.tokenizer, load_tokenizer(target), sample_of(parts))
-        tell(
-            f"compression of a sample of the text: {figures['bytes_per_token_before']:.2f} bytes per token before, "
-            f"{figures['bytes_per_token_after']:.2f} now; {figures['changed_texts']:,} texts come back changed"
         )
     tell(f"give a model rows for them: z2a import FOLDER --tokenizer {target} --resize-embeddings --name NAME")
 
@@ -235,15 +220,14 @@ def _extend(arguments: argparse.Namespace) -> None:
     --split valid|train =valid  which text of the corpus (default valid)
     --limit AMOUNT =20MB        text to encode, shared among the sources (default 20MB)
     --json FILE:out             write all figures there
-    --html FILE:out             write a page with charts and coloured segmentations
 
-    z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --html eval.html
+    z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --json eval.json
     """)
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.common.files import write_atomic, write_json
+    from zero2all.common.files import write_json
     from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
-    from zero2all.tokenizer.lab.evaluation_report import evaluation_page, evaluation_tables
+    from zero2all.tokenizer.lab.evaluation_report import evaluation_tables
     from zero2all.tokenizer.lab.measure import evaluate
     from zero2all.tokenizer.sampling import parse_bytes
 
@@ -261,9 +245,6 @@ def _eval(arguments: argparse.Namespace) -> None:
     if arguments.json:
         write_json(arguments.json, report)
         tell(f"all figures: {arguments.json}")
-    if arguments.html:
-        write_atomic(arguments.html, evaluation_page(report).encode())
-        tell(f"page: {arguments.html}")
 
 
 @verb("""

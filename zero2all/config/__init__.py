@@ -27,7 +27,7 @@ from zero2all.config.schedule import schedule_problems
 from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, TrainConfig
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
-RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}}
+RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}, "tokenizer.kind": {"sentencepiece": "bpe"}}
 REPLACED_CHOICES = {
     "optim.kind": dict.fromkeys(("adafactor", "lion", "sgd"), "adamw"),
     "parallel.offload": dict.fromkeys(("optimizer_disk", "weights"), "optimizer"),
@@ -62,6 +62,8 @@ def with_new_names(values: Any, place: str = "") -> Any:
             parallel = {name: value for name, value in values["parallel"].items() if name != "powersgd_rank"}
             groups = {name: value for name, value in parallel.pop("slow_link", {}).items() if name != "top_k_share"}
             values = {**values, "parallel": parallel, **({"diloco": groups} if groups.get("groups") else {})}
+        if place == "tokenizer":  # of a kind of trainer that is gone; its tokenizers still load
+            values = {name: value for name, value in values.items() if name != "sentencepiece"}
         if place == "optim":
             moved = {new: values[old] for old, new in MOVED_FIELDS.items() if old in values}
             kept = {name: value for name, value in values.items() if name not in MOVED_FIELDS}
@@ -299,6 +301,9 @@ def _with_new_name(problem: Problem) -> Problem | None:
         return dataclasses.replace(problem, hint=hint)
     if problem.field == "diloco.scheme" and problem.value in ("local_sgd", "sparse"):
         hint = "For local SGD set diloco.scheme to diloco, outer_lr to 1 and momentum to 0; sparse is gone."
+        return dataclasses.replace(problem, hint=hint)
+    if "sentencepiece" in (problem.field.removeprefix("tokenizer."), problem.value):
+        hint = "SentencePiece models are no longer trained here; `z2a tokenizer import` takes those of its library."
         return dataclasses.replace(problem, hint=hint)
     if problem.field == "optim.muon_update_rms":
         hint = (

@@ -31,7 +31,6 @@ from zero2all.common.lock import folder_lock
 from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current, damaged_files, fingerprint
 from zero2all.common.progress import progress, say
 from zero2all.common.records import TEXT_ONLY, TITLE_AND_TEXT
-from zero2all.corpus.boilerplate import strip_boilerplate
 from zero2all.corpus.build_errors import nothing_kept
 from zero2all.corpus.duplicates import CLUSTERS_NAME, Duplicates, SourceSegments, read_duplicates, search_duplicates
 from zero2all.corpus.finish import SourceFinish, finish_shard
@@ -59,6 +58,8 @@ COMPRESSED_SUFFIXES = frozenset({".parquet", ".gz", ".tgz", ".bz2", ".xz", ".zst
 DISK_MARGIN_BYTES = 64_000_000
 CHANNELS_NAME = "channels.json"
 """In the folder of an `auto` source that has been read: its channels."""
+NO_LINES = {"lines": False, "line_records": 100, "line_min_chars": 4, "line_max_frequent": 1_000_000}
+"""Settings of earlier versions that are gone; in the fingerprint, so that corpora made without them stay current."""
 PART_KEY = "part_of"
 """In the manifest of a part of an `auto` source: which source, read how, and all channels it became."""
 
@@ -139,7 +140,7 @@ class _Build:
     def __init__(self, corpus_folder: Path, plans: list[SourcePlan], options: BuildOptions, keep_build: bool) -> None:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
         self.work = corpus_folder / BUILD_NAME
-        self.dedups = options.dedup.exact or options.dedup.near != "off" or options.dedup.lines
+        self.dedups = options.dedup.exact or options.dedup.near != "off"
         self.parts: list[SourcePart] = []
         self.stale: list[SourcePart] = []
         self.finished: dict[str, list[FileCheck]] = {}
@@ -156,10 +157,8 @@ class _Build:
         unnumbered = [SourcePart(plan, channel, 0) for plan in plans for channel in channels[plan.name]]
         self.numbers = source_numbers(self.corpus_folder, [part.name for part in unnumbered])
         self.parts = [replace(part, number=self.numbers[part.name]) for part in unnumbered]
-        lines = [options.dedup.line_records, options.dedup.line_max_frequent]
-        self.lines_inputs = fingerprint(["lines", [part.inputs for part in self.parts], lines])
         numbered = [[part.number, part.inputs] for part in self.parts]
-        self.dedup_inputs = fingerprint([numbered, asdict(options.dedup), options.valid_share])
+        self.dedup_inputs = fingerprint([numbered, {**asdict(options.dedup), **NO_LINES}, options.valid_share])
         decisive = {
             "rules": FORMAT_RULES,
             "dedup": self.dedup_inputs if self.dedups else None,
@@ -177,7 +176,7 @@ class _Build:
         }
         self.finished = {name: checks for name, checks in current.items() if checks is not None}
         self.stale = [part for part in self.parts if part.name not in self.finished]
-        self._wanted |= {self.dedup_inputs, self.lines_inputs, *self.inputs.values()}
+        self._wanted |= {self.dedup_inputs, *self.inputs.values()}
         self.is_settled = True
 
     def find_damage(self, config: EngineConfig) -> list[str]:
@@ -208,10 +207,6 @@ class _Build:
             read = self._ingest(engine, plans)
             segments = {part.name: segments_of(part, read[part.plan.name]) for part in needed}
             require_usable(self.corpus_folder, needed, segments, read, self.options)
-            if self.options.dedup.lines:
-                channels = {part.name: part.channel for part in self.parts}
-                work = self.work / self.lines_inputs
-                segments = strip_boilerplate(segments, channels, work, self.options.dedup, engine)
             if self.dedups and duplicates is None:
                 sources = [SourceSegments(part.name, part.number, segments[part.name]) for part in self.parts]
                 with progress("dedup", total=None, unit="tasks") as bar:

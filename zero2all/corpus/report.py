@@ -3,12 +3,12 @@
 Two identities are checked at the end of every build:
 
     records_in = records_kept + sum(dropped) + quarantined
-    bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired + bytes_boilerplate
+    bytes_in   = bytes_kept   + sum(bytes_dropped) + bytes_quarantined + bytes_repaired
 
 `bytes_*` count UTF-8 bytes of text (of damaged items: raw bytes). `bytes_repaired` is what repair, edits and masks
-removed from kept texts, `bytes_boilerplate` what was removed as lines that stand in many records; `input_file_bytes` is
-the size on disk. Valid records count as kept. No time and no host name goes into the report, so that two builds of the
-same input write the same bytes. Later stages read the sources listed in `report.json` and no other folder.
+removed from kept texts; `input_file_bytes` is the size on disk. Valid records count as kept. No time and no host name
+goes into the report, so that two builds of the same input write the same bytes. Later stages read the sources listed in
+`report.json` and no other folder.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from zero2all.common.records import REPORT_NAME, report_sources
 from zero2all.corpus.segments import Segment
 
 SUMMED = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
-ACCOUNTED_BYTES = ("bytes_kept", "bytes_dropped", "bytes_quarantined", "bytes_repaired", "bytes_boilerplate")
+ACCOUNTED_BYTES = ("bytes_kept", "bytes_dropped", "bytes_quarantined", "bytes_repaired")
 """The bytes of a source that add up to `bytes_in`; those dropped stand by reason."""
 LENGTH_BUCKETS = 32
 OTHER_REASONS = {
     "duplicate": "The same text as another record, white space aside.",
     "near_duplicate": "Nearly the same text as another record.",
-    "boilerplate": "Nothing was left after boilerplate lines, which occur in many records, had been removed.",
 }
 """Why records are dropped by others than the rules of cleaning."""
 STRIKING_SHARE = 0.05
@@ -57,7 +56,6 @@ class Tally:
     bytes_in: int = 0
     bytes_kept: int = 0
     bytes_repaired: int = 0
-    bytes_boilerplate: int = 0
     bytes_dropped: Counter[str] = field(default_factory=Counter)
     bytes_quarantined: int = 0
     masked: Counter[str] = field(default_factory=Counter)
@@ -130,7 +128,7 @@ def check_identity(name: str, source: dict[str, Any]) -> None:
 
 
 def accounted_bytes(source: Mapping[str, Any]) -> dict[str, int]:
-    """Where the bytes of a source went: kept, dropped, quarantined, repaired and boilerplate."""
+    """Where the bytes of a source went: kept, dropped, quarantined and repaired."""
     return {
         name.removeprefix("bytes_"): sum(source[name].values()) if isinstance(source[name], Mapping) else source[name]
         for name in ACCOUNTED_BYTES

@@ -75,7 +75,7 @@ def _headline(totals: Mapping[str, Any]) -> str:
 def _balance(sources: Sources) -> str:
     """The two identities, in figures: what came in is what was kept and what was not."""
     total = Counter[str]()
-    sizes = Counter[str](dict.fromkeys(("in", "kept", "dropped", "quarantined", "repaired", "boilerplate"), 0))
+    sizes = Counter[str](dict.fromkeys(("in", "kept", "dropped", "quarantined", "repaired"), 0))
     for source in sources.values():
         total.update({"in": source["records_in"], "kept": source["records_kept"]})
         total.update({"dropped": sum(source["dropped"].values()), "quarantined": source["quarantined"]})

@@ -22,7 +22,6 @@ from zero2all.corpus.channels import channels_of, scripts_of_encoded
 from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
-from zero2all.corpus.dedup.lines import LineCounter, uses_lines
 from zero2all.corpus.dedup.signatures import describe_encoded, encode
 from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, RawRow
 from zero2all.corpus.record import Document, encode_record, plain
@@ -149,7 +148,6 @@ class _ChannelWriter:
         self._origin: Any = None
         """That of the last item."""
         self._index = stack.enter_context(IndexWriter(folder, near=dedup.near != "off"))
-        self._lines = LineCounter(dedup) if uses_lines(cleaner.channel, dedup) else None
 
     def add(self, item: RawRow | Damaged, document: Document) -> None:
         """Take a document into the batch."""
@@ -208,8 +206,6 @@ class _ChannelWriter:
         """Write what is left; returns the counts."""
         self.tally.records_in = self.items
         np.save(self.folder / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
-        if self._lines is not None:
-            self._lines.write(self.folder)
         return {"items": self.items, "tally": self.tally.as_report(), "unread_bytes": self.unread_bytes}
 
     def _encode(self, waiting: _Waiting, cleaned: Cleaned) -> bytes | None:
@@ -237,8 +233,6 @@ class _ChannelWriter:
         self._layout.append(layout)
         described = describe_encoded(encoded, self.cleaner.channel, self.dedup)
         self._index.add(described, np.array(numbers, np.uint64))
-        if self._lines is not None:
-            self._lines.add(texts)
 
     def _drop(self, waiting: _Waiting, cleaned: Cleaned) -> None:
         rule = cleaned.reason or ""

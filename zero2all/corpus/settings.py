@@ -32,6 +32,9 @@ from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
 
 SECTIONS = ("sources", "options", "clean", "dedup", "engine")
 YAML_SUFFIXES = (".yaml", ".yml")
+NO_LINES = (
+    "Lines that many records have are no longer removed; clean.boilerplate_lines.phrases removes lines by their words."
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class BuildOptions:
         """The part of the dedup settings that decides what ingest writes."""
         dedup = self.dedup
         shingle = asdict(dedup.shingle(channel)) if dedup.near != "off" else None
-        return {"shingle": shingle, "line_min_chars": dedup.line_min_chars if dedup.lines else None}
+        return {"shingle": shingle, "line_min_chars": None}  # as in earlier versions, whose corpora stay current
 
     def clean_config(self, channel: str) -> CleanConfig:
         """The rules for one channel."""
@@ -205,10 +208,11 @@ def _build_sections(values: dict[str, Any], problems: list[Problem]) -> tuple[Bu
     if isinstance(options, dict) and isinstance(options.get("clean"), Mapping):
         found += BuildOptions(clean=dict(options["clean"])).clean_problems()
     named = tuple(f"options.{section}" for section in ("clean", "dedup") if section in values)
-    problems += [  # under the name they were given
+    found = [  # under the name they were given
         replace(each, field=each.field.removeprefix("options.")) if each.field.startswith(named) else each
         for each in found
     ]
+    problems += [replace(each, hint=NO_LINES) if each.field.startswith("dedup.line") else each for each in found]
     engine = build(EngineConfig, values.get("engine"), "engine", problems)
     return built or BuildOptions(), engine or EngineConfig()
 

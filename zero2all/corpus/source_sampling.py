@@ -128,7 +128,7 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
 def _places(file: InputFile, whole: Unit, limits: Limits) -> list[Unit]:
     """The file in as many units as there are places to look at, where finding them takes no pass over the file."""
     is_lines = not whole.compression and whole.format in (Format.JSON_LINES, Format.TEXT)
-    if not (is_lines or whole.format is Format.PARQUET or whole.compression == "zip" or whole.by_frames):
+    if not (is_lines or whole.format is Format.PARQUET or whole.compression == "zip"):
         return [whole]
     return plan_units(file, replace(limits, unit_bytes=max(file.size_bytes // PLACES, LEAST_PLACE_BYTES)))
 

@@ -9,7 +9,7 @@ from zero2all.common.schema import PositiveInt, Problem, Range
 from zero2all.tokenizer.sampling import parse_bytes, take_problem
 from zero2all.tokenizer.specials import BYTE_COUNT, SpecialsConfig
 
-Kind = Literal["bpe", "hf-bbpe", "sentencepiece"]
+Kind = Literal["bpe", "hf-bbpe"]
 Normalisation = Literal["none", "nfc", "nfkc"]
 
 PRETOKEN_PATTERN = (
@@ -28,38 +28,6 @@ PATTERNS = {"qwen2": PRETOKEN_PATTERN, "isolated-han": ISOLATED_HAN_PATTERN}
 
 
 @dataclass(frozen=True)
-class SentencePieceConfig:
-    """Options of `kind: sentencepiece`, under SentencePiece's own names; byte fallback is always on."""
-
-    model_type: Literal["bpe", "unigram"] = "bpe"
-    """bpe: merges, highest score first; unigram: the likeliest segmentation under a probability per piece."""
-    character_coverage: Annotated[float, Range(minimum=0.9, maximum=1)] = 0.9995
-    """Share of the characters of the text that get a piece of their own; the others are spelled in bytes."""
-    max_sentence_length: PositiveInt = 4192
-    """Lines of more bytes than this are cut into several (SentencePiece itself would leave them out)."""
-    input_sentence_size: PositiveInt | None = None
-    """Train on this many lines drawn at random; None takes all. Bounds the memory, changes the result."""
-    split_digits: bool = True
-    """Every digit is a piece of its own."""
-    split_by_unicode_script: bool = True
-    """No piece mixes scripts, such as Han and Latin."""
-    split_by_whitespace: bool = True
-    """No piece contains a space after its first character."""
-    add_dummy_prefix: bool = False
-    """Put a space before every text, as Llama 2 does. Off by default, so that text comes back exactly."""
-    max_sentencepiece_length: PositiveInt = 16
-    """Longest piece in characters."""
-    seed_sentencepiece_size: PositiveInt = 1_000_000
-    """unigram: number of candidate pieces to start from."""
-    shrinking_factor: Annotated[float, Range(above=0, below=1)] = 0.75
-    """unigram: share of the pieces that each round keeps."""
-    num_sub_iterations: PositiveInt = 2
-    """unigram: steps of expectation and maximisation in each round."""
-    train_extremely_large_corpus: bool = False
-    """Use 64-bit positions; needed for more than 2^31 characters."""
-
-
-@dataclass(frozen=True)
 class TokenizerConfig:
     """The `tokenizer` section of the config, and the flags of `z2a tokenizer train`."""
 
@@ -67,7 +35,7 @@ class TokenizerConfig:
     """Number of token ids: control tokens, the 256 bytes and the learned pieces together."""
 
     kind: Kind = "bpe"
-    """Which trainer: `bpe` is ours, exact in little memory; `hf-bbpe` and `sentencepiece` are the libraries'."""
+    """Which trainer: `bpe` is ours, exact in little memory; `hf-bbpe` is that of the `tokenizers` library."""
 
     take: dict[str, str] | str | None = None
     """Which share of the text to train on: {news: 20/44, wiki: 2GB} by source, or one share or amount for all of them
@@ -89,21 +57,18 @@ class TokenizerConfig:
     templates, a whole Chinese clause (which has no spaces) may become one piece."""
 
     max_memory: str | None = None
-    """Memory that training may use, such as 4GB: kind bpe keeps to it, the others refuse to start when they would need
-    more. None: half of what is free for bpe, nearly all of it for the others."""
+    """Memory that training may use, such as 4GB: kind bpe keeps to it, hf-bbpe refuses to start when it would need
+    more. None: half of what is free for bpe, nearly all of it for hf-bbpe."""
 
     exact: bool = True
     """kind bpe: learn exactly the merges of plain BPE. false allows it to give that up, and to say so, where
     `max_memory` leaves no other way."""
 
     threads: PositiveInt | None = None
-    """Threads of training; the result does not depend on it (except for sentencepiece unigram). None: one per core."""
+    """Threads of training; the result does not depend on it. None: one per core."""
 
     specials: SpecialsConfig = field(default_factory=SpecialsConfig)
     """The control tokens."""
-
-    sentencepiece: SentencePieceConfig = field(default_factory=SentencePieceConfig)
-    """Options of kind sentencepiece."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -114,7 +79,7 @@ class TokenizerConfig:
         """What is wrong between fields that are each fine alone."""
         found = self.specials.problems(f"{place}.specials")
         control = len(self.specials.names())
-        smallest = control + BYTE_COUNT + 1 + (self.kind == "sentencepiece")
+        smallest = control + BYTE_COUNT + 1
         if self.vocab_size < smallest:
             expected = f"at least {smallest} for {control} control tokens, {BYTE_COUNT} bytes and one piece"
             found.append(Problem(f"{place}.vocab_size", self.vocab_size, expected))
@@ -128,7 +93,4 @@ class TokenizerConfig:
         if self.pattern is not None and self.kind != "hf-bbpe":
             expected = f"null, because kind {self.kind} cuts text in its own way (kind hf-bbpe takes a pattern)"
             found.append(Problem(f"{place}.pattern", self.pattern, expected))
-        if self.kind == "sentencepiece" and self.max_piece_bytes is not None:
-            expected = "null, because kind sentencepiece uses tokenizer.sentencepiece.max_sentencepiece_length"
-            found.append(Problem(f"{place}.max_piece_bytes", self.max_piece_bytes, expected))
         return found

@@ -9,7 +9,9 @@ Two ways to choose them:
   ones needs helpers (here ab), which take ids as well and are counted.
 - *from text*: the text is encoded with the old tokenizer, and BPE continues from there: the most frequent pair of
   neighbouring ids becomes a piece, again and again. A plain algorithm on at most `MOST_BYTES` of text, which is enough
-  to adapt a vocabulary to a field. SentencePiece models learn from any amount: see `extend_sentencepiece.py`.
+  to adapt a vocabulary to a field.
+
+Byte-level BPE only: a SentencePiece model spells what it lacks in byte pieces, which no merge can join to a character.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ class Extender:
         self.tokenizer: Tokenizer = load_tokenizer(folder)
         self.json = read_tokenizer_files(folder).json
         model = self.json["model"]
-        if model.get("type") != "BPE":
+        if model.get("type") != "BPE" or not self.tokenizer.is_byte_level:
+            kind = f"a {model.get('type')} model" if model.get("type") != "BPE" else "SentencePiece's"
             raise BadInputError(
-                f"The tokenizer in {folder} is a {model.get('type')} model. Pieces can be added to BPE "
-                "tokenizers only, because pieces of other kinds have probabilities that new text would "
-                "change."
+                f"The tokenizer in {folder} is {kind}. Pieces can be added to byte-level BPE tokenizers only: those of "
+                "`z2a tokenizer train`, GPT, Llama 3, Qwen and others."
             )
         self.vocab: dict[str, int] = dict(model["vocab"])
         self.first_id = self.tokenizer.vocab_size
@@ -94,36 +96,22 @@ class Extender:
 
     def learn(self, texts: Iterable[str], vocab_size: int) -> None:
         """Pieces from text, until there are `vocab_size` ids."""
-        if not self.tokenizer.is_byte_level:
-            raise BadInputError(
-                f"The tokenizer in {self.folder} is SentencePiece's, but its .model file is not there, so it cannot "
-                "learn pieces from text. Put the .model file into the folder, or add pieces by name with --pieces."
-            )
-        wanted = self.wanted(vocab_size)
-        words = self._words(texts)
-        learned = _learn(words, wanted, self._joinable)
-        if len(learned) < wanted:
-            raise self.too_few(len(learned), vocab_size)
-        for left, right in learned:
-            self._merge(left, right)
-
-    def wanted(self, vocab_size: int) -> int:
-        """How many pieces are missing to this size; an error when none is."""
         wanted = vocab_size - self.first_id - len(self.pieces)
         if wanted <= 0:
             raise UsageError(
                 f"The tokenizer already has {self.first_id + len(self.pieces):,} ids, so --vocab-size "
                 f"{vocab_size} adds none. Give a larger number."
             )
-        return wanted
-
-    def too_few(self, learned: int, vocab_size: int) -> BadInputError:
-        """The error for text that has no more new pieces than `learned`."""
-        largest = self.first_id + len(self.pieces) + learned
-        return BadInputError(
-            f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for at most {largest} ids, "
-            f"not {vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
-        )
+        words = self._words(texts)
+        learned = _learn(words, wanted, self._joinable)
+        if len(learned) < wanted:
+            largest = self.first_id + len(self.pieces) + len(learned)
+            raise BadInputError(
+                f"This text has new pieces (seen at least {SMALLEST_COUNT} times) for at most {largest} ids, "
+                f"not {vocab_size:,}. Set --vocab-size to {largest} or less, or give more text."
+            )
+        for left, right in learned:
+            self._merge(left, right)
 
     def save(self, target: Path) -> dict[str, Any]:
         """Write the extended tokenizer to `target`, whole or not at all; returns what was done."""

@@ -12,12 +12,12 @@ The *compatible* layout, for tools that render chat templates as text, gives the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import staged_folder, write_atomic, write_json
+from zero2all.common.files import staged_folder, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet
@@ -121,7 +121,6 @@ def save_tokenizer(
     specials: SpecialsConfig,
     content: dict[str, Any],
     inputs: str,
-    other_files: Mapping[str, bytes],
 ) -> None:
     """Write `folder`, whole or not at all. `content` is what the manifest says about the training."""
     control = {name: number for number, name in enumerate(specials.names())}
@@ -133,8 +132,6 @@ def save_tokenizer(
     with staged_folder(folder) as partial:
         write_json(partial / TOKENIZER_NAME, tokenizer_json)
         write_json(partial / CONFIG_NAME, _hugging_face_config(specials))
-        for name, data in other_files.items():
-            write_atomic(partial / name, data)
         write_manifest(partial, "tokenizer", inputs, facts)
 
 

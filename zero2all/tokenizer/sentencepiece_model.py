@@ -1,4 +1,4 @@
-"""SentencePiece `.model` files without the library: read one, turn it into a tokenizer.json with equal ids, extend one.
+"""SentencePiece `.model` files without the library: read one, turn it into a tokenizer.json with equal ids.
 
 A `.model` is a protobuf message; only the few fields that decide ids are read. A BPE model becomes merges in the order
 of its scores; a unigram model keeps its scores. What tokenizer.json cannot express exactly is refused with the reason.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,34 +153,14 @@ def _not_a_model(origin: object, reason: str) -> BadInputError:
     )
 
 
-def with_pieces(data: bytes, pieces: Sequence[str], scores: Sequence[float]) -> bytes:
-    """The `.model` with more pieces behind the old ones: protobuf lets the items of a list stand anywhere."""
-    added = []
-    for piece, score in zip(pieces, scores, strict=True):
-        text = piece.encode()
-        message = b"\x0a" + _as_varint(len(text)) + text + b"\x15" + struct.pack("<f", score)
-        added.append(b"\x0a" + _as_varint(len(message)) + message)
-    return data + b"".join(added)
-
-
-def _as_varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
 # ---- conversion ---------------------------------------------------------------------------------------------------
 
 
-def sentencepiece_json(
-    model: SentencePieceModel, origin: object, unicode_form: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A tokenizer.json that gives the ids of the model; `unicode_form` is a normaliser that comes before it all."""
+def sentencepiece_json(model: SentencePieceModel, origin: object) -> dict[str, Any]:
+    """A tokenizer.json that gives the ids of the model."""
     _require_expressible(model, origin)
     converted = assembled_json(
-        {"type": "Sequence", "normalizers": [*([unicode_form] if unicode_form else []), *_normalizers(model)]},
+        {"type": "Sequence", "normalizers": _normalizers(model)},
         None,
         {"type": "Sequence", "decoders": _decoders(model)},
         _unigram(model) if model.kind == "unigram" else _bpe(model),

@@ -3,22 +3,16 @@
 An interrupted training continues: its counts stay in `<folder>.training-<inputs>` beside the folder until the folder is
 written. A new training removes what other inputs left there. Two trainings of one folder at a time are refused.
 
-Estimates how much memory the trainers of the libraries will need, before they start.
-
-Their memory follows the *distinct* text they hold: `tokenizers` keeps every distinct pretoken with 32 bytes a symbol
-and, for each pair of symbols, the set of words it occurs in; SentencePiece keeps every line and a pointer for each
-character. Distinct text grows with a power of the text (Heaps' law: U = k · N^b), so a sample that is counted at half
-and at full length gives both constants. The bytes per distinct byte are measured ones (see the constants).
+The trainer of the `tokenizers` library keeps every distinct pretoken in memory. Where the most that a text can need
+does not fit, it is refused before it starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +24,10 @@ from zero2all.common.manifest import is_current
 from zero2all.common.memory import available_memory
 from zero2all.common.progress import say
 from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.tokenizer.hf_bbpe import learn_hf_bbpe, pattern_of
+from zero2all.tokenizer.hf_bbpe import learn_hf_bbpe
 from zero2all.tokenizer.parts import TextPart, parts_from_texts
-from zero2all.tokenizer.save import SENTENCEPIECE_NAME, save_tokenizer, tokenizer_json_of
-from zero2all.tokenizer.sentencepiece_kind import learn_sentencepiece
-from zero2all.tokenizer.text import CountedText, TooFewPiecesError, require_text, well_formed
+from zero2all.tokenizer.save import save_tokenizer, tokenizer_json_of
+from zero2all.tokenizer.text import CountedText, TooFewPiecesError, require_text
 
 SCRATCH_MARK = ".training-"
 NOT_PART_OF_THE_RESULT = ("threads", "max_memory")
@@ -82,7 +75,10 @@ def train_on_parts(
         raise UsageError("No tokenizer was trained. " + " ".join(str(problem) for problem in problems))
     if not is_current(folder, "tokenizer", inputs):
         with scratch_folder(folder, inputs) as scratch:
-            _train(parts(scratch), config, folder, inputs, content, scratch, ignore_memory)
+            text = parts(scratch)
+            if config.kind != "bpe" and not ignore_memory:  # bpe keeps to its limit
+                check_memory(text, config)
+            _train(text, config, folder, inputs, content, scratch)
     manifest: dict[str, Any] = read_json(folder / MANIFEST_NAME)
     return manifest
 
@@ -91,8 +87,6 @@ def deciding(config: TokenizerConfig) -> dict[str, Any]:
     """The settings that decide the result."""
     values = dataclasses.asdict(config)
     unused = {"take", *NOT_PART_OF_THE_RESULT}  # what is taken shows in the parts
-    if config.kind != "sentencepiece":
-        unused.add("sentencepiece")
     if config.kind == "bpe" and not config.exact:
         unused.remove("max_memory")  # what does not fit may be left out
     for name in unused:
@@ -132,12 +126,9 @@ def _train(
     inputs: str,
     content: dict[str, Any],
     scratch: Path,
-    ignore_memory: bool,
 ) -> None:
-    if config.kind != "bpe":  # which keeps to its limit
-        check_memory(parts, config, ignore_memory)
-    learn = {"bpe": _by_bpe, "hf-bbpe": _by_hf_bbpe, "sentencepiece": _by_sentencepiece}[config.kind]
-    tokenizer_json, text, facts, files = learn(parts, config, scratch)
+    learn = {"bpe": _by_bpe, "hf-bbpe": _by_hf_bbpe}[config.kind]
+    tokenizer_json, text, facts = learn(parts, config, scratch)
     require_text(text)
     largest = len(tokenizer_json["model"]["vocab"])
     if largest < config.vocab_size:
@@ -150,11 +141,11 @@ def _train(
         **({"training": facts} if facts else {}),
         "settings": deciding(config),
     }
-    save_tokenizer(folder, tokenizer_json, config.specials, described, inputs, files)
+    save_tokenizer(folder, tokenizer_json, config.specials, described, inputs)
 
 
-_Learned = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, bytes]]
-"""tokenizer.json, facts about the text, facts about the training, other files."""
+_Learned = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""tokenizer.json, facts about the text, facts about the training."""
 
 
 def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
@@ -183,121 +174,32 @@ def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -
         f"on {found['threads']} threads, peak memory {human_bytes(found['peak_memory_bytes'])}"
     )
     tokenizer_json = tokenizer_json_of(learned.pieces, learned.merges, control, config.normalise)
-    return tokenizer_json, found["text"], facts, {}
+    return tokenizer_json, found["text"], facts
 
 
 def _by_hf_bbpe(parts: Sequence[TextPart], config: TokenizerConfig, _: Path) -> _Learned:
     text = CountedText(parts, config.specials.names(), config.normalise)
-    return learn_hf_bbpe(text, config), text.facts(), {}, {}
+    return learn_hf_bbpe(text, config), text.facts(), {}
 
 
-def _by_sentencepiece(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
-    text = CountedText(parts, config.specials.names(), config.normalise)
-    tokenizer_json, model, facts = learn_sentencepiece(text, config, scratch)
-    return tokenizer_json, text.facts(), facts, {SENTENCEPIECE_NAME: model}
-
-
-SAMPLE_BYTES = 3_000_000
-# Fitted to runs of 5 to 20 MB of Chinese and English, vocabulary 32,000, one thread: the estimates came out
-# between 0 and 40 % above what was measured.
-HF_BASE_BYTES, HF_BYTES_PER_DISTINCT_BYTE = 210_000_000, 105
-SENTENCEPIECE_BASE_BYTES, SENTENCEPIECE_BYTES_PER_DISTINCT_BYTE = 120_000_000, 32
-SENTENCEPIECE_BYTES_PER_TEXT_BYTE = 4
-BYTES_PER_LINE = 150
-"""About, where input_sentence_size bounds the number of lines that are kept."""
+BASE_BYTES, BYTES_PER_DISTINCT_BYTE = 210_000_000, 105
+"""Fitted to runs of 5 to 20 MB of Chinese and English, 32,000 ids, one thread: 0 to 40 % above what they took."""
 FREE_SHARE = 0.9
-"""Without --max-memory a trainer may use this share of what is available."""
+"""Without --max-memory it may use this share of what is available."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a trainer is expected to need."""
-
-    text_bytes: int
-    distinct_bytes: int
-    """Bytes of all distinct pretokens, expected over the whole text."""
-    memory_bytes: int
-    sampled_bytes: int
-    """How much text the expectation rests on; 0: the text is so small that the worst case fits."""
-
-
-def check_memory(parts: Sequence[TextPart], config: TokenizerConfig, ignore: bool = False) -> Estimate:
-    """The estimate for `config.kind`; refuses, with advice, when it does not fit and is not to be ignored."""
+def check_memory(parts: Sequence[TextPart], config: TokenizerConfig) -> None:
+    """Refuse `hf-bbpe`, with advice, where a text of this size could need more memory than there is."""
     limit = config.memory_bytes or int(available_memory() * FREE_SHARE)
-    estimate = estimate_memory(parts, config, limit)
-    if estimate.memory_bytes > limit and not ignore:
-        share = max(1, int(100 * (limit / estimate.memory_bytes) ** 1.3))
+    text_bytes = sum(part.size_bytes for part in parts)
+    most = BASE_BYTES + text_bytes * BYTES_PER_DISTINCT_BYTE
+    if most > limit:
+        share = max(1, 100 * max(0, limit - BASE_BYTES) // (most - BASE_BYTES))
         have = f"--max-memory allows {human_bytes(limit)}."
         if not config.memory_bytes:
             have = f"This machine has {human_bytes(limit)} free."
         raise BadInputError(
-            f"--kind {config.kind} would need about {human_bytes(estimate.memory_bytes)} of memory for "
-            f"{human_bytes(estimate.text_bytes)} of this text ({human_bytes(estimate.distinct_bytes)} of distinct "
-            f"pretokens, estimated from a sample of {human_bytes(estimate.sampled_bytes)}). {have} Use --kind bpe, "
-            f"which learns from all text in little memory; or train on less text (--take {share}/100); or add "
-            f"--ignore-memory to try anyway."
+            f"--kind {config.kind} may need up to {human_bytes(most)} of memory for {human_bytes(text_bytes)} of text, "
+            f"Chinese nearly that much and English a tenth or less. {have} Use --kind bpe, which learns from all text "
+            f"in little memory; or train on less text (--take {share}/100); or add --ignore-memory to try anyway."
         )
-    return estimate
-
-
-def estimate_memory(parts: Sequence[TextPart], config: TokenizerConfig, limit: int) -> Estimate:
-    """Count distinct pretokens in a sample and extrapolate to the whole text."""
-    total = sum(part.size_bytes for part in parts)
-    worst = _memory(config, total, total)
-    if worst <= limit:
-        return Estimate(total, total, worst, 0)
-    sampled, half, whole = _distinct_in_sample(parts, config)
-    growth = min(1.0, max(0.3, math.log2(whole / half))) if half else 1.0
-    distinct = int(whole * max(1.0, total / max(1, sampled)) ** growth)
-    return Estimate(total, distinct, _memory(config, total, distinct), sampled)
-
-
-def _memory(config: TokenizerConfig, text_bytes: int, distinct_bytes: int) -> int:
-    """Memory of the trainer for a text of this size with distinct pretokens of that size."""
-    if config.kind != "sentencepiece":
-        return HF_BASE_BYTES + distinct_bytes * HF_BYTES_PER_DISTINCT_BYTE
-    lines = config.sentencepiece.input_sentence_size
-    kept = text_bytes if lines is None else min(text_bytes, lines * BYTES_PER_LINE)
-    distinct = min(distinct_bytes, kept)
-    return (
-        SENTENCEPIECE_BASE_BYTES
-        + kept * SENTENCEPIECE_BYTES_PER_TEXT_BYTE
-        + distinct * SENTENCEPIECE_BYTES_PER_DISTINCT_BYTE
-    )
-
-
-def _distinct_in_sample(parts: Sequence[TextPart], config: TokenizerConfig) -> tuple[int, int, int]:
-    """Bytes sampled, and bytes of distinct pretokens in half of them and in all."""
-    from tokenizers import pre_tokenizers
-
-    split = pre_tokenizers.Split(pattern_of(config.pattern), "isolated")
-    seen: set[str] = set()
-    sampled, distinct = 0, 0
-    course = [(0, 0)]
-    for text in _sample(parts):
-        sampled += len(text.encode())
-        for piece, _ in split.pre_tokenize_str(text):
-            if piece not in seen:
-                seen.add(piece)
-                distinct += len(piece.encode())
-        course.append((sampled, distinct))
-    at_half = max(found for read, found in course if read <= sampled / 2)
-    return sampled, at_half, distinct
-
-
-def _sample(parts: Sequence[TextPart]) -> Iterator[str]:
-    """The beginnings of all parts, in turn, so that both halves of the sample are a mix of everything."""
-    streams = [part.texts() for part in parts]
-    left = SAMPLE_BYTES
-    while streams and left > 0:
-        alive = []
-        for stream in streams:
-            taken = 0
-            while left > 0 and taken < 20_000 and (text := next(stream, None)) is not None:
-                text = well_formed(text[:200_000])
-                taken += len(text.encode())
-                left -= len(text.encode())
-                yield text
-            if taken >= 20_000:
-                alive.append(stream)
-        streams = alive

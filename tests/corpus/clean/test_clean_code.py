@@ -1,13 +1,11 @@
 """Source code: licence headers, generated files, Python that does not parse."""
 
-import dataclasses
 import random
 
 import pytest
 
 from tests.corpus.clean import planted
 from zero2all.corpus.clean.cleaner import Cleaner
-from zero2all.corpus.clean.config import Switch, default_config
 from zero2all.corpus.clean.repair import is_broken_python, is_generated, without_licence
 
 CODE = planted.python_code(random.Random(1)).strip()
@@ -37,12 +35,6 @@ def test_licence_header_is_removed(header: str, kept: str) -> None:
 )
 def test_other_beginnings_stay(head: str) -> None:
     assert without_licence(head + CODE) == head + CODE
-
-
-def test_licence_header_stays_when_switched_off() -> None:
-    config = dataclasses.replace(default_config("code"), licence_headers=Switch(on=False))
-    text = "# Copyright me\n" + CODE
-    assert Cleaner(config, "code").clean([text])[0].text == text
 
 
 def test_file_that_is_only_a_licence_is_empty() -> None:

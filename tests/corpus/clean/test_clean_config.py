@@ -6,10 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
-from zero2all.common.errors import UsageError
 from zero2all.common.schema import Problem, build, field_docs
-from zero2all.corpus.clean.cleaner import Cleaner
-from zero2all.corpus.clean.config import EDITS, RULES, CleanConfig, Switch, build_config, default_config
+from zero2all.corpus.clean.config import EDITS, RULES, CleanConfig, build_config, default_config
 
 
 def problems_of(values: object, channel: str = "zh") -> list[Problem]:
@@ -65,11 +63,6 @@ def test_every_problem_is_found_at_once() -> None:
 )
 def test_values_that_make_no_sense_are_named(values: object, field: str) -> None:
     assert [problem.field for problem in problems_of(values)] == [field]
-
-
-def test_cleaner_refuses_such_a_config() -> None:
-    with pytest.raises(UsageError, match=r"empty\.on"):
-        Cleaner(dataclasses.replace(default_config("zh"), empty=Switch(on=False)), "zh")
 
 
 def test_every_rule_and_setting_is_documented() -> None:

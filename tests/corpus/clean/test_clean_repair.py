@@ -1,12 +1,9 @@
 """Repair of characters: what goes, what stays, what is read again."""
 
-import random
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.corpus.clean import planted
 from zero2all.corpus.clean.cleaner import Cleaner
 from zero2all.corpus.clean.config import RULES, build_config, default_config
 from zero2all.corpus.clean.repair import mend_mojibake, repair, strip_blank
@@ -155,13 +152,6 @@ def test_cleaner_repairs_as_repair_does(texts: list[str], channel: str) -> None:
         assert done.text_bytes == bytes_of(done.text)
         assert done.text_bytes + done.repaired_bytes == bytes_of(text)
         assert done.repaired_bytes >= 0
-
-
-def test_mojibake_of_long_documents_is_mended_by_the_cleaner() -> None:
-    good = planted.zh_prose(random.Random(3))
-    broken = "".join(bytes((byte,)).decode("cp1252", errors="ignore") or chr(byte) for byte in good.encode())
-    (done,) = Cleaner(channel="zh").clean([broken])
-    assert (done.text, done.reason) == (good, None)
 
 
 def test_private_use_characters_of_gb18030_become_standard_ones_beside_han():

@@ -162,13 +162,6 @@ class Processes:
             yield from enumerate(pool.map(function, tasks))
 
 
-def test_worker_processes_find_the_same(tmp_path: Path) -> None:
-    folders = random_units(tmp_path / "units", 3000, units=2, copies=0.5)
-    reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))
-    found = find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20, Processes(2))
-    assert outcome(found) == reference
-
-
 class KilledAt(InOrder):
     """Kills its process, as kill -9 does, some time after a task has begun."""
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -33,19 +31,8 @@ def estimate(first: str, second: str, channel: str) -> float:
     return jaccard_estimate(int(np.count_nonzero(rows[0] == rows[1])))
 
 
-def test_importing_dedup_does_not_import_numba() -> None:
-    code = "import sys, zero2all.corpus.dedup; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_digest_ignores_white_space_only() -> None:
     assert text_digest("a  b\n c") == text_digest(" a b c\t") != text_digest("ab c")
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.text(alphabet=st.one_of(st.sampled_from(TRICKY), st.characters(codec="utf-8"))), max_size=5))
-def test_batch_digests_equal_single_ones(texts: list[str]) -> None:
-    assert [row.tobytes() for row in text_digests(texts)] == [text_digest(text) for text in texts]
 
 
 @settings(max_examples=100, deadline=None)

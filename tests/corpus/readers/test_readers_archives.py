@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -190,14 +189,3 @@ def test_the_hand_made_rar_is_a_rar_to_libarchive(tmp_path: Path, make):
         found = {entry.pathname: b"".join(entry.get_blocks()) for entry in archive}
         assert archive.format_name.startswith(b"RAR")
     assert found == {"a.txt": b"one", "b/c.txt": b"two" * 1000}
-
-
-def test_importing_the_readers_is_light():
-    code = (
-        "import sys, zero2all.corpus.readers;"
-        "heavy = ('numba', 'pyarrow', 'ijson', 'ray', 'libarchive', 'zstandard');"
-        "print([name for name in heavy if name in sys.modules])"
-    )
-    environment = {"PYTHONPATH": ":".join(sys.path)}
-    heavy = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert heavy.stdout.strip() == "[]"

@@ -359,18 +359,6 @@ def test_streams_on_end_and_what_follows_them(tmp_path: Path):
     assert rows_of(read_all(write(tmp_path / "a.gz", padded))) == ROWS[:20]
 
 
-def test_broken_frame_of_zst_costs_its_unit_at_most(tmp_path: Path):
-    data = json_lines(NOISE)
-    frames = [zstd_of(data[at : at + 60_000]) for at in range(0, len(data), 60_000)]
-    middle = bytearray(frames[len(frames) // 2])
-    middle[len(middle) // 2 :] = bytes(len(middle) - len(middle) // 2)
-    frames[len(frames) // 2] = bytes(middle)
-    items = read_all(write(tmp_path / "a.jsonl.zst", b"".join(frames)), Limits(unit_bytes=50_000))
-    assert len(rows_of(items)) > len(NOISE) * 0.8
-    assert damaged_of(items)
-    assert damaged_of(items)[0].place.startswith("frame at byte ")
-
-
 # ---- files ----------------------------------------------------------------------------------------------------
 
 

@@ -155,18 +155,6 @@ def test_text(tmp_path_factory: pytest.TempPathFactory, lines: list[str], unit_b
         assert "".join(documents.split()) == "".join("".join(lines).split())
 
 
-@QUICK
-@given(rows=OBJECTS, unit_bytes=SIZES, frame_bytes=st.integers(1, 200))
-def test_frames_of_zst_that_cut_lines(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], unit_bytes: int, frame_bytes: int
-):
-    path = tmp_path_factory.mktemp("u") / "a.jsonl.zst"
-    path.write_bytes(zstd_of(json_lines(rows), frame_bytes))
-    whole = same_however_split(path, unit_bytes, max_record_bytes=10_000)
-    assert rows_of(whole) == rows
-    same_after_every_item(path, limits_with(unit_bytes=unit_bytes, max_record_bytes=10_000))
-
-
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-16", "gb18030"])
 @pytest.mark.parametrize("unit_bytes", [100, 333, 1024])
 def test_lines_in_other_encodings_are_split_too(tmp_path: Path, encoding: str, unit_bytes: int):

@@ -48,14 +48,6 @@ class DedupConfig:
     """Words in a shingle of the en channel and of every channel without a rule of its own."""
     token_ngram: int = 5
     """Tokens in a shingle of the code channel."""
-    lines: bool = False
-    """Remove lines that occur in many records (menus, footers, share buttons). Not used for code."""
-    line_records: int = 100
-    """A line is boilerplate when at least this many records contain it."""
-    line_min_chars: int = 4
-    """Shorter lines, counted without the white space around them, are never boilerplate."""
-    line_max_frequent: int = 1_000_000
-    """At most this many lines are treated as boilerplate, the most frequent first; 8 bytes of memory each."""
 
     def problems(self) -> list[str]:
         """Everything wrong with this config, one sentence each."""
@@ -67,9 +59,7 @@ class DedupConfig:
         if self.bands < 1 or self.rows < 1 or self.bands * self.rows > VALUES:
             found.append(f"bands x rows is {self.bands} x {self.rows}; expected a product of 1 to {VALUES}")
         lengths = {name: getattr(self, name) for name in ("character_ngram", "word_ngram", "token_ngram")}
-        found += [f"{name} is {n}; expected 1 to 32" for name, n in lengths.items() if not 1 <= n <= 32]
-        counts = {name: getattr(self, name) for name in ("line_records", "line_min_chars", "line_max_frequent")}
-        return found + [f"{name} is {n}; expected at least 1" for name, n in counts.items() if n < 1]
+        return found + [f"{name} is {n}; expected 1 to 32" for name, n in lengths.items() if not 1 <= n <= 32]
 
     def shingle(self, channel: str) -> Shingle:
         """How texts of `channel` are cut."""

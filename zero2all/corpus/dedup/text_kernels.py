@@ -1,4 +1,4 @@
-"""The loops over text: signatures, white-space collapse, line hashes. numba; import this module only where it runs.
+"""The loops over text: signatures and white-space collapse. numba; import this module only where it runs.
 
 A batch of texts is one buffer of UTF-8 bytes and an array of offsets. Signatures are one-permutation minhashes: each
 shingle is hashed once (a rolling polynomial over its units modulo 2^64, then mixed), the upper half of the hash chooses
@@ -34,7 +34,6 @@ WORD_BASE = np.uint64(0xD6E8FEB86659FD93)
 MIX_1 = np.uint64(0xFF51AFD7ED558CCD)
 MIX_2 = np.uint64(0xC4CEB9FE1A85EC53)
 SHORT = np.uint64(0xA0761D6478BD642F)
-LINE_SEED = np.uint64(0x2545F4914F6CDD1D)
 EMPTY = np.uint32(0xFFFFFFFF)
 PLACE = np.uint32(0x9E3779B1)
 PLACE_1 = np.uint32(0x85EBCA6B)
@@ -317,93 +316,3 @@ def collapse_spaces(
         if put > start and after_space:
             put -= 1
         ends[number] = put
-
-
-@njit(nogil=True)
-def _hash_lines(text: np.ndarray, start: int, end: int, min_chars: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hash every line of one text without the blanks at its ends; 0 for lines shorter than `min_chars`.
-
-    Also returns where each line begins, and `end + 1`.
-    """
-    count = 1
-    for at in range(start, end):
-        count += text[at] == 0x0A
-    hashes = np.empty(count, np.uint64)
-    bounds = np.empty(count + 1, np.int64)
-    lines = 0
-    at = start
-    while True:
-        bounds[lines] = at
-        value = LINE_SEED
-        chars = 0
-        blank_value = value
-        blank_chars = 0
-        while at < end and text[at] != 0x0A:
-            byte = text[at]
-            blank = byte == 0x20 or byte == 0x09 or byte == 0x0D
-            if not (blank and chars == 0):
-                value = (value ^ np.uint64(byte)) * WORD_BASE
-                value ^= value >> np.uint64(31)
-                if byte < 0x80 or byte >= 0xC0:
-                    chars += 1
-                if not blank:
-                    blank_value = value
-                    blank_chars = chars
-            at += 1
-        hashes[lines] = max(_mix(blank_value), np.uint64(1)) if blank_chars >= min_chars else np.uint64(0)
-        lines += 1
-        if at >= end:
-            bounds[lines] = end + 1
-            return hashes, bounds
-        at += 1
-
-
-@njit(int64(TEXT, OFFSETS, int64, uint64[::1]), cache=True, nogil=True)
-def distinct_lines(text: np.ndarray, offsets: np.ndarray, min_chars: int, out: np.ndarray) -> int:
-    """The line hashes of every text, each once per text, in `out`. Returns how many."""
-    put = 0
-    for number in range(offsets.size - 1):
-        start, end = offsets[number], offsets[number + 1]
-        hashes, _ = _hash_lines(text, start, end, min_chars)
-        hashes.sort()
-        last = np.uint64(0)
-        for value in hashes:
-            if value != last:
-                last = value
-                out[put] = last
-                put += 1
-    return put
-
-
-@njit(
-    int64(TEXT, OFFSETS, int64, types.Array(uint64, 1, "C", readonly=True), BYTES_1D, int64[::1]),
-    cache=True,
-    nogil=True,
-)
-def remove_lines(
-    text: np.ndarray, offsets: np.ndarray, min_chars: int, frequent: np.ndarray, out: np.ndarray, ends: np.ndarray
-) -> int:
-    """Every text without its frequent lines, one after the other in `out`. Returns the number of changed texts."""
-    put = 0
-    changed = 0
-    for number in range(offsets.size - 1):
-        start, end = offsets[number], offsets[number + 1]
-        hashes, bounds = _hash_lines(text, start, end, min_chars)
-        begin = put
-        kept = 0
-        for line in range(hashes.size):
-            value = hashes[line]
-            if value != 0:
-                place = np.searchsorted(frequent, value)
-                if place < frequent.size and frequent[place] == value:
-                    continue
-            if kept:
-                out[put] = 0x0A
-                put += 1
-            kept += 1
-            for at in range(bounds[line], bounds[line + 1] - 1):
-                out[put] = text[at]
-                put += 1
-        changed += put - begin != end - start
-        ends[number] = put
-    return changed

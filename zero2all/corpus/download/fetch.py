@@ -8,7 +8,7 @@ lies in its `.download/`, which `z2a corpus build` does not read:
 
     plan.json       a download that is under way: repo, commit, files wanted, files finished before
     finished.jsonl  files finished since, a line each
-    <key>….part     a file that is half here (transfer.py)
+    <key>.part      a file that is half here (transfer.py)
     download.json   the manifest. Written last: while it is absent, the folder is not whole
 
 A file under its own name has had its checksum checked. A second download into the same folder adds to it; a newer
@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,12 @@ from zero2all.common.errors import BadInputError, DiskError, UsageError
 from zero2all.common.files import as_written, human_bytes, read_json, write_json
 from zero2all.common.lock import folder_lock
 from zero2all.common.progress import counted, progress
-from zero2all.corpus.download.hub import LARGEST_FILE_BYTES, Announce, Hub, HubFile, Patience, RepoKind
-from zero2all.corpus.download.transfer import PART_SUFFIX, RANGE_BYTES, Fleet, NoRangesError, Transfer, digest_of
+from zero2all.corpus.download.hub import Announce, Hub, HubFile, Patience, RepoKind
+from zero2all.corpus.download.transfer import PART_SUFFIX, Fleet, Transfer, digest_of
 
 STATE_FOLDER = ".download"
 PLAN_NAME, FINISHED_NAME, MANIFEST_NAME = "plan.json", "finished.jsonl", "download.json"
 KIND, FORMAT = "download", 1
-PARTIAL_SUFFIXES = (PART_SUFFIX, ".done")
-"""`.done` is what versions up to 0.1.0 wrote beside a part."""
 NAMES_SHOWN = 12
 """How many names an error lists before it says how many more there are."""
 
@@ -63,7 +61,7 @@ class DownloadRequest:
     token_env: str | None = None
     """Variable that holds the token. None: the one of HF_TOKEN or `hf auth login`, and for huggingface.co only."""
     connections: int = 4
-    """How many files, or ranges of files, are fetched at a time."""
+    """How many files are fetched at a time."""
     verify: bool = False
     """Compare the checksums of the files that are here already, and not only their sizes."""
     update: bool = False
@@ -74,8 +72,6 @@ class DownloadRequest:
     """How often in a row a request may fail before the download stops."""
     first_wait_seconds: float = 0.5
     """The wait after the first failure; it doubles with each further one."""
-    range_bytes: int = RANGE_BYTES
-    """Larger files are fetched in ranges of this size, side by side."""
 
 
 @dataclass
@@ -104,9 +100,6 @@ def download(request: DownloadRequest, announce: Announce = lambda _: None) -> D
     with folder_lock(home, busy):
         try:
             return _Download(request, announce).run()
-        except NoRangesError as error:
-            announce(f"{error}, so each file is downloaded over one connection from its start")
-            return _Download(replace(request, range_bytes=LARGEST_FILE_BYTES), announce).run()
         finally:
             if not any(home.iterdir()):  # nothing was found or begun: leave no trace
                 home.rmdir()
@@ -152,11 +145,8 @@ class _Download:
     def run(self) -> DownloadResult:
         """Survey, fetch, write the manifest."""
         result = self.survey()
-        # A lower bound, checked before ranges are planned: what has arrived lies on the same disk.
-        self._require_room(sum(file.size_bytes for file in result.missing), shutil.disk_usage(self.home).total)
-        transfers = [Transfer(file, self.home, self.request.range_bytes) for file in result.missing]
-        left = sum(transfer.file.size_bytes - transfer.bytes_done for transfer in transfers)
-        self._require_room(left, shutil.disk_usage(self.home).free)
+        transfers = [Transfer(file, self.home) for file in result.missing]
+        self._require_room(sum(transfer.file.size_bytes - transfer.position for transfer in transfers))
         here = {file.name: file.digest for file in result.files}
         if self.is_whole and self.state.get("commit") == result.commit and here == self.finished and not transfers:
             return result
@@ -233,9 +223,9 @@ class _Download:
 
     # ---- fetching ----------------------------------------------------------------------------------------------
 
-    def _require_room(self, needed: int, room: int) -> None:
-        if needed > room:
-            free = shutil.disk_usage(self.home).free
+    def _require_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.home).free
+        if needed > free:
             raise DiskError(
                 f"Not enough disk space under {self.request.folder}: {human_bytes(needed)} are left to "
                 f"download, {human_bytes(free)} are free. Free some space, choose another disk with --to, or "
@@ -249,12 +239,10 @@ class _Download:
         self._write_state(PLAN_NAME, result, finished=finished)
         (self.home / MANIFEST_NAME).unlink(missing_ok=True)
         (self.home / FINISHED_NAME).unlink(missing_ok=True)  # its lines stand in the plan now
-        used = {each.path for transfer in transfers for each in transfer.ranges}
-        for path in self.home.iterdir():
-            if path.suffix in PARTIAL_SUFFIXES and path not in used:
+        used = {transfer.path for transfer in transfers}
+        for path in self.home.glob(f"*{PART_SUFFIX}"):
+            if path not in used:
                 path.unlink()
-                if path.suffix == ".done":
-                    self.announce(f"{path.name}: a part begun by version 0.1.0 is downloaded again")
         gone = sorted(finished.keys() - {file.name for file in result.files})
         for name in gone:
             (self.request.folder / name).unlink(missing_ok=True)
@@ -264,7 +252,7 @@ class _Download:
     def _fetch(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
         started, before = time.monotonic(), self.hub.patience.failures
         total = sum(file.size_bytes for file in result.missing)
-        here = sum(transfer.bytes_done for transfer in transfers)
+        here = sum(transfer.position for transfer in transfers)
         if here:
             self.announce(f"continuing: {human_bytes(here)} of {human_bytes(total)} are already here")
         with (

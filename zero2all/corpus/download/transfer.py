@@ -1,8 +1,7 @@
-"""Files from a hub to this disk, over several connections, resumable at any byte.
+"""Files from a hub to this disk, several at a time, each over one connection and resumable at any byte.
 
-A file is fetched in ranges of 256 MiB, so that one large file uses all connections. Each range is appended to a file of
-its own, `<key>-<start>.part`, whose size says how much has arrived; when all are whole, they are joined in the first.
-The key covers name and checksum: bytes of two revisions never mix. A file gets its name once its checksum is right.
+What has arrived of a file lies in `<key>.part`, whose size says how much that is. The key covers name and checksum:
+bytes of two revisions never mix. A file gets its name once its checksum is right.
 """
 
 from __future__ import annotations
@@ -10,88 +9,40 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.common.files import fsync_folder, human_bytes
 from zero2all.common.progress import Bar
 from zero2all.corpus.download.hub import Hub, HubFile, InterruptedTransferError, MissingFileError, StoppedError
 
-RANGE_BYTES = 256 << 20
-"""Large enough to stay below the rate limit of a hub, small enough to share a file among connections."""
 PART_SUFFIX = ".part"
 STOP_SECONDS = 2.0
 """How long a stopped download waits for its connections."""
 
 
-class NoRangesError(Exception):
-    """The server sent a whole file instead of one of its ranges."""
-
-
-@dataclass(slots=True, eq=False)
-class ByteRange:
-    """A range of a file, fetched from its start to its end into a file of its own."""
-
-    path: Path
-    start: int
-    end: int
-    position: int
-    """Where the next byte belongs."""
-
-
 class Transfer:
     """One file on its way, and what earlier processes have fetched of it."""
 
-    def __init__(self, file: HubFile, folder: Path, range_bytes: int) -> None:
-        self.file, self._folder = file, folder
-        self._key = hashlib.sha256(f"{file.digest} {file.name}".encode()).hexdigest()[:32]
-        self.first = folder / f"{self._key}-0{PART_SUFFIX}"
-        arrived = _size_of(self.first)
-        if range_bytes < arrived < file.size_bytes:  # a process ended while it joined ranges: keep the whole ones
-            arrived = arrived // range_bytes * range_bytes
-            os.truncate(self.first, arrived)
-        first_end = min(max(range_bytes, arrived), file.size_bytes)
-        self.ranges = [ByteRange(self.first, 0, first_end, min(arrived, first_end))]
-        for start in range(first_end, file.size_bytes, range_bytes):
-            path, end = folder / f"{self._key}-{start}{PART_SUFFIX}", min(start + range_bytes, file.size_bytes)
-            self.ranges.append(ByteRange(path, start, end, min(start + _size_of(path), end)))
-        self.ranges_left = len(self.ranges)
+    def __init__(self, file: HubFile, folder: Path) -> None:
+        self.file = file
+        key = hashlib.sha256(f"{file.digest} {file.name}".encode()).hexdigest()[:32]
+        self.path = folder / f"{key}{PART_SUFFIX}"
+        self.position = min(self.path.stat().st_size, file.size_bytes) if self.path.exists() else 0
+        """How much of the file is here, and where the next byte belongs."""
         self.checksum_failures = 0
-
-    @property
-    def bytes_done(self) -> int:
-        """How much of the file is here."""
-        return sum(each.position - each.start for each in self.ranges)
-
-    def join(self) -> None:
-        """Append all other ranges to the first."""
-        with open(self.first, "ab") as whole:
-            for each in self.ranges[1:]:
-                with open(each.path, "rb") as part:
-                    shutil.copyfileobj(part, whole, 4 << 20)
-                whole.flush()
-                each.path.unlink()
 
     def discard(self) -> None:
         """Forget every byte."""
-        for path in self._folder.glob(f"{self._key}-*{PART_SUFFIX}"):
-            path.unlink()
-        for each in self.ranges:
-            each.position = each.start
-        self.ranges_left = len(self.ranges)
-
-
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+        self.path.unlink(missing_ok=True)
+        self.position = 0
 
 
 class Fleet:
-    """Several connections that fetch the ranges of all files in order, and check each file when it is whole."""
+    """Several connections that fetch the files in order, and check each when it is whole."""
 
     def __init__(
         self,
@@ -109,7 +60,7 @@ class Fleet:
         self._stop = hub.patience.stop
         self._lock = threading.Lock()
         self._transfers = transfers
-        self._queue = deque((transfer, wanted) for transfer in transfers for wanted in transfer.ranges)
+        self._queue = deque(transfers)
         self._error: BaseException | None = None
 
     def run(self, connections: int) -> None:
@@ -133,8 +84,8 @@ class Fleet:
 
     def _work(self) -> None:
         try:
-            while (job := self._next()) is not None:
-                self._fetch(*job)
+            while (transfer := self._next()) is not None:
+                self._fetch(transfer)
         except StoppedError:
             pass
         except BaseException as error:  # raised again by `run`
@@ -142,81 +93,69 @@ class Fleet:
                 self._error = self._error or error
             self._stop.set()
 
-    def _next(self) -> tuple[Transfer, ByteRange] | None:
+    def _next(self) -> Transfer | None:
         with self._lock:
-            while self._queue:
-                transfer, wanted = self._queue.popleft()
-                if transfer.file.name not in self.failures:
-                    return transfer, wanted
-        return None
+            return self._queue.popleft() if self._queue else None
 
     def _count(self, size: int) -> None:
         with self._lock:
             self.bytes_fetched += size
             self.bar.advance(size)
 
-    def _fetch(self, transfer: Transfer, wanted: ByteRange) -> None:
-        """Fetch the rest of a range, through any number of lost connections; the last range also checks the file."""
+    def _fetch(self, transfer: Transfer) -> None:
+        """Fetch the rest of a file, through any number of lost connections, and check it."""
         try:
             self.hub.patience.repeat(
-                transfer.file.name, lambda: self._request(transfer, wanted), progress=lambda: wanted.position
+                transfer.file.name, lambda: self._request(transfer), progress=lambda: transfer.position
             )
         except MissingFileError as error:
             self._give_up(transfer, f"the hub lists it but does not have it ({error})")
             return
-        with self._lock:
-            transfer.ranges_left -= 1
-            is_whole = not transfer.ranges_left
-        if is_whole:
-            self._settle(transfer)
+        self._settle(transfer)
 
-    def _request(self, transfer: Transfer, wanted: ByteRange) -> None:
-        """One request: everything of the range that is missing, as far as it comes."""
-        name, size = transfer.file.name, transfer.file.size_bytes
-        with open(wanted.path, "ab", buffering=0) as part:
-            if wanted.position == wanted.end:
+    def _request(self, transfer: Transfer) -> None:
+        """One request: everything of the file that is missing, as far as it comes."""
+        name, size, start = transfer.file.name, transfer.file.size_bytes, transfer.position
+        with open(transfer.path, "ab", buffering=0) as part:
+            if start == size:
                 return
-            is_all = wanted.position == 0 and wanted.end == size
-            byte_range = None if is_all else f"bytes={wanted.position}-{wanted.end - 1}"
+            byte_range = f"bytes={start}-{size - 1}" if start else None
             with self.hub.open(self.commit, name, byte_range) as answer:
                 if byte_range and answer.status_code != 206:
-                    problem = f"{name}: {self.hub.endpoint} cannot send parts of a file (no Range)"
-                    if len(transfer.ranges) > 1:
-                        raise NoRangesError(problem)
                     self.hub.patience.announce(
-                        f"{problem}, so it is downloaded again from its start ({human_bytes(wanted.position)} lost)"
+                        f"{name}: {self.hub.endpoint} cannot send parts of a file (no Range), so it is downloaded "
+                        f"again from its start ({human_bytes(start)} lost)"
                     )
-                    self._count(-wanted.position)
-                    wanted.position = 0
+                    self._count(-start)
+                    transfer.position = 0
                     part.truncate(0)
                 elif byte_range:
                     sent = answer.headers.get("content-range", "")
-                    if not re.fullmatch(rf"bytes {wanted.position}-.*/({size}|\*)", sent):
+                    if not re.fullmatch(rf"bytes {start}-.*/({size}|\*)", sent):
                         raise InterruptedTransferError(f"asked for {byte_range} of {size:,} and was sent {sent!r}")
                 for chunk in answer.iter_raw():
                     if self._stop.is_set():
                         raise StoppedError
-                    rest = memoryview(chunk)[: wanted.end - wanted.position]
+                    rest = memoryview(chunk)[: size - transfer.position]
                     while rest:
                         written = part.write(rest)
-                        wanted.position += written
+                        transfer.position += written
                         self._count(written)
                         rest = rest[written:]
-                    if wanted.position == wanted.end:
+                    if transfer.position == size:
                         return
-        raise InterruptedTransferError(f"the answer ended at byte {wanted.position:,} of {wanted.end:,}")
+        raise InterruptedTransferError(f"the answer ended at byte {transfer.position:,} of {size:,}")
 
     def _settle(self, transfer: Transfer) -> None:
         """Give a whole file its name if its checksum is right; else fetch it once more, but not twice."""
         file = transfer.file
-        transfer.join()
-        found = digest_of(transfer.first, file.algorithm, self._stop)
+        found = digest_of(transfer.path, file.algorithm, self._stop)
         if found == file.digest:
             final = self.target / file.name
             final.parent.mkdir(parents=True, exist_ok=True)
-            with open(transfer.first, "rb") as part:
+            with open(transfer.path, "rb") as part:
                 os.fsync(part.fileno())
-            transfer.first.replace(final)
+            transfer.path.replace(final)
             fsync_folder(final.parent)
             with self._lock:
                 self.on_whole(file)
@@ -231,7 +170,7 @@ class Fleet:
         self._count(-file.size_bytes)
         transfer.discard()
         with self._lock:
-            self._queue.extendleft((transfer, wanted) for wanted in reversed(transfer.ranges))
+            self._queue.appendleft(transfer)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         with self._lock:

@@ -51,11 +51,13 @@ class Member:
     open: Callable[[], Stream] | None = None
 
 
-def _member(
-    number: int, name: str, size: int, is_folder: bool, is_link: bool, is_file: bool, opened: Callable[[], Stream]
-) -> Member:
-    skip = "folder" if is_folder else "link" if is_link else "" if is_file else "not a file"
+def _member(number: int, name: str, size: int, skip: str, opened: Callable[[], Stream]) -> Member:
     return Member(number, name, 0 if skip else size, skip, open=opened)
+
+
+def _why_skipped(is_folder: bool, is_link: bool, is_file: bool) -> str:
+    """What an entry is that holds nothing to read; empty for a file."""
+    return "folder" if is_folder else "link" if is_link else "" if is_file else "not a file"
 
 
 def is_safe_name(name: str) -> bool:
@@ -137,7 +139,8 @@ class TarReader:
         if info.type == tarfile.GNUTYPE_SPARSE:
             return Member(number, name, size, error=StreamError("sparse_file", "sparse tar entries are not read"))
         is_link, is_file = info.issym() or info.islnk(), info.type not in TAR_DEVICES
-        return _member(number, name, size, info.isdir(), is_link, is_file, lambda: self._open(at, size))
+        skip = _why_skipped(info.isdir(), is_link, is_file)
+        return _member(number, name, size, skip, lambda: self._open(at, size))
 
     def _open(self, at: int, size: int) -> Stream:
         if self._file is not None and at + size <= self._size:
@@ -259,7 +262,8 @@ class ZipReader:
 
     def _member(self, number: int, info: zipfile.ZipInfo) -> Member:
         is_link = info.create_system == 3 and stat.S_ISLNK(info.external_attr >> 16)
-        member = _member(number, info.filename, info.file_size, info.is_dir(), is_link, True, lambda: self._open(info))
+        skip = _why_skipped(info.is_dir(), is_link, True)
+        member = _member(number, info.filename, info.file_size, skip, lambda: self._open(info))
         if not member.skip and info.flag_bits & ENCRYPTED:
             member.error = StreamError("encrypted", "this zip entry needs a password")
         elif not member.skip:
@@ -397,7 +401,8 @@ def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard
         return Stream(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
 
     is_link = entry.issym or entry.islnk
-    return _member(number, entry.pathname or "", entry.size or 0, entry.isdir, is_link, entry.isreg, opened)
+    skip = _why_skipped(entry.isdir, is_link, entry.isreg)
+    return _member(number, entry.pathname or "", entry.size or 0, skip, opened)
 
 
 def _libarchive_read(entry: Any, stream: _Countable) -> Read:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -94,7 +93,7 @@ class Unit:
     compression: str = ""
     """`gzip`, `zstd`, `tar`, `zip` …, outermost first: `gzip tar`. Empty: plain."""
     start: int = 0
-    """First byte in the file (plain and zst), first row group (parquet) or first entry (zip)."""
+    """First byte in the file (plain), first row group (parquet) or first entry (zip)."""
     end: int | None = None
     """Where the next unit starts. None: to the end of the file."""
     raw_bytes: int = 0
@@ -107,8 +106,6 @@ class Unit:
     """They are the first row of the file."""
     delimiter: str = ""
     """Between the fields of a CSV file."""
-    by_frames: bool = False
-    """`start` and `end` are borders of zst frames, which need not be borders of lines."""
     first_key: str | None = None
     """First key of the first object of a JSON array: where reading goes on behind damage."""
     mapping: Mapping[str, str] | None = None
@@ -139,8 +136,6 @@ class Origin:
     """Plain text, though its name says JSON."""
     counts: str = "byte"
     """What positions count: `byte` or `row`."""
-    frames: list[tuple[int, int]] = field(default_factory=list)
-    """Of a zst file read by frames: (position, byte in the file) of each frame met."""
 
     @property
     def name(self) -> str:
@@ -149,13 +144,7 @@ class Origin:
 
     def place(self, at: int) -> str:
         """A position in words. Positions in compressed or converted data count bytes of the plain UTF-8 data."""
-        if self.counts == "row":
-            words = f"row {at + 1}"
-        elif self.frames:
-            start, frame = self.frames[max(bisect_right(self.frames, (at, 1 << 62)) - 1, 0)]
-            words = f"frame at byte {frame}, byte {at - start}"
-        else:
-            words = f"byte {at}"
+        words = f"row {at + 1}" if self.counts == "row" else f"byte {at}"
         return f"{self.member}, {words}" if self.member else words
 
 

@@ -1,7 +1,7 @@
 """Files to units: what a file holds, and where it can be split among workers without changing what is read.
 
 Plain lines and texts are split at line ends, found by looking around each border only. JSON arrays and CSV files need a
-pass over the file (about 1 GB/s), parquet its footer, zst its frame headers, zip its directory. Everything else is one
+pass over the file (about 1 GB/s), parquet its footer, zip its directory. Everything else is one
 unit, and its note says what that means for an interrupted build.
 """
 
@@ -20,7 +20,7 @@ from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_
 from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import Format, Limits, TextBy, Unit, first_line_of, suffix_of
 from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
-from zero2all.corpus.readers.streams import FilePart, Guard, Stream, StreamError, decompress, zstd_frames
+from zero2all.corpus.readers.streams import FilePart, Guard, Stream, StreamError, decompress
 
 LOOK_BYTES = 1 << 16
 BLANKS_SEEN = 4096
@@ -222,33 +222,10 @@ def _gathered(sizes: Iterable[int], unit_bytes: int) -> tuple[list[int], list[in
 def _plan_compressed(unit: Unit, handle: BinaryIO, limits: Limits, layers: list[str]) -> list[Unit]:
     if layers == ["zip"]:
         return _plan_zip(unit, handle, limits)
-    if layers == ["zstd"] and len(newline_of(unit.encoding)) == 1 and _is_by_line(unit, limits):
-        units = _plan_frames(unit, handle, limits)
-        if units:
-            return units
     if layers == ["tar"]:
         return [replace(unit, note="a tar is read by one worker; resuming skips what was read")]
     stream = " in ".join(reversed(layers))
     return [replace(unit, note=f"{stream} cannot be split: one worker reads it, and resuming unpacks it again")]
-
-
-def _is_by_line(unit: Unit, limits: Limits) -> bool:
-    name = inner_name(unit.file.name, "zstd")
-    is_prose = unit.format is Format.TEXT and suffix_of(name) not in CODE_SUFFIXES
-    return unit.format is Format.JSON_LINES or (is_prose and limits.text_by is TextBy.LINE)
-
-
-def _plan_frames(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
-    """Units of whole zst frames; none when there is only one frame."""
-    starts: list[int] = []
-    target = limits.unit_bytes
-    several = False
-    for frame in zstd_frames(handle):
-        several = several or frame.start > 0
-        if frame.start >= target and unit.file.size_bytes - frame.start > limits.unit_bytes // 2:
-            starts.append(frame.start)
-            target = frame.start + limits.unit_bytes
-    return _split(replace(unit, by_frames=True), starts, starts, unit.file.size_bytes) if several else []
 
 
 def _plan_zip(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:

@@ -53,7 +53,6 @@ from zero2all.corpus.readers.sniff import (
 )
 from zero2all.corpus.readers.streams import (
     FilePart,
-    FrameLines,
     Guard,
     Progress,
     Stream,
@@ -95,8 +94,6 @@ class _UnitReader:
     def items(self, resume: Cursor | None) -> Items:
         """The items behind `resume`, or all."""
         unit = self.unit
-        if unit.by_frames:
-            return self._by_frames(resume)
         if not unit.compression:
             return self._plain(resume)
         part = FilePart(self.file, 0, unit.file.size_bytes, self.progress)
@@ -118,13 +115,6 @@ class _UnitReader:
         end = size if unit.end is None else unit.end
         stream = Stream(FilePart(self.file, start, end - start, self.progress).read)
         return self._leaf(stream, found, origin, size, resume, start)
-
-    def _by_frames(self, resume: Cursor | None) -> Items:
-        unit = self.unit
-        found = _found_of(unit)
-        origin = self._origin(found, inner_name(self.name, "zstd"), "", ())
-        lines = FrameLines(self.file, unit.start, unit.end, self.guard, origin.frames, self.progress)
-        return self._leaf(Stream(lines.read), found, origin, 0, resume, lines.to_first_line(), unit.start == 0)
 
     # ---- layers ------------------------------------------------------------------------------------------------
 
@@ -257,7 +247,6 @@ class _UnitReader:
         size: int,
         resume: Cursor | None,
         start: int = 0,
-        has_beginning: bool = True,
     ) -> Items:
         """The items of a file or member of `size` bytes, of which the stream has those from position `start` on."""
         if resume and (resume[0] == FINISHED or self._is_whole(origin, size)):
@@ -266,13 +255,13 @@ class _UnitReader:
             yield from self._nested_parquet(stream, origin, resume)
             return
         at = start
-        if start == 0 and has_beginning:
+        if start == 0:
             at = stream.skip(found.bom_bytes)
         if self._is_converted(origin, size):
             stream = Stream(Transcoded(stream.read_or_raise, origin.encoding).read)
             origin.data = "utf-8"
             at = 0
-        is_beginning = start == 0 and has_beginning and not resume
+        is_beginning = start == 0 and not resume
         line_start = None
         if resume:
             stream.skip(resume[0] - at)

@@ -14,8 +14,8 @@ import os
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, BinaryIO, cast
 
 from zero2all.common.errors import DiskError, is_disk_full
 from zero2all.corpus.readers.items import Limits, first_line_of
@@ -323,7 +323,6 @@ class _Followed:
                 self._blocks.append(data[at : end - start])
                 at = end - start
             self.walker.block_ends.clear()
-            self.walker.frame_ends.clear()
             if at < len(data):
                 self._blocks.append(data[at:])
             self.is_at_end = not data  # the library takes an empty read for the end
@@ -339,10 +338,8 @@ class FrameWalker:
     def __init__(self) -> None:
         self.position = 0
         self.at_frame_end = True
-        self.frame_ends: list[int] = []
-        """Ends of the frames passed, until the list is cleared …"""
         self.block_ends: list[int] = []
-        """… and of the blocks."""
+        """Ends of the blocks passed, until the list is cleared."""
         self._skip = 0
         self._wanted = 4
         self._step: Callable[[bytes], None] = self._magic
@@ -374,17 +371,8 @@ class FrameWalker:
                 header, self._held = self._held, b""
                 self._step(header)
 
-    def skip_to_header(self) -> int:
-        """Go to the next header without reading what comes before it; returns the size of that header."""
-        self.position += self._skip
-        self._skip = 0
-        if self._wanted == 0:
-            self._frame_ended()
-        return self._wanted
-
     def _frame_ended(self) -> None:
         self.at_frame_end = True
-        self.frame_ends.append(self.position)
         self._step, self._wanted = self._magic, 4
 
     def _magic(self, header: bytes) -> None:
@@ -417,99 +405,6 @@ class FrameWalker:
             self._wanted = 0
             if not self._skip:
                 self._frame_ended()
-
-
-class Frame(NamedTuple):
-    """Where a zst frame lies in its file."""
-
-    start: int
-    end: int
-
-
-def zstd_frames(file: BinaryIO, start: int = 0) -> Iterator[Frame]:
-    """The frames of a zst file from `start` on, by their headers alone. A frame that is cut off ends at the end."""
-    walker = FrameWalker()
-    walker.position = frame_start = start
-    size = file.seek(0, os.SEEK_END)
-    while frame_start < size:
-        header_bytes = walker.skip_to_header()
-        if walker.frame_ends:
-            frame_end = min(walker.frame_ends.pop(), size)
-            yield Frame(frame_start, frame_end)
-            frame_start = frame_end
-            continue
-        file.seek(walker.position)
-        header = file.read(header_bytes)
-        if not header or walker.is_lost:
-            yield Frame(frame_start, size)
-            return
-        walker.feed(header)
-
-
-class FrameLines:
-    """The lines that begin in some frames of a zst file: from behind the first line end in the frames (from the very
-    beginning, in the first frame of the file) up to the first line end behind them.
-
-    Positions count plain bytes from the first of the frames.
-    """
-
-    def __init__(
-        self, file: BinaryIO, start: int, end: int | None, guard: Guard, met: list[tuple[int, int]], progress: Progress
-    ) -> None:
-        """`met`: gets (position, byte in the file) of each frame."""
-        self._file, self._start, self._end, self._guard, self._progress = file, start, end, guard, progress
-        self._met, self._zstd = met, zstd_frames(file, start)
-        self._layer: ZstdStream | None = None
-        self._held = b""
-        self._position = 0
-        self._in_tail = self._is_finished = False
-        self._error: StreamError | None = None
-
-    def to_first_line(self) -> int:
-        """Skip what belongs to the unit before; returns the position of the first line."""
-        try:
-            while self._start > 0 and (data := self._plain(CHUNK_BYTES)) and not self._in_tail:
-                line_end = data.find(b"\n")
-                if line_end >= 0:
-                    self._held = data[line_end + 1 :]
-                    return self._position - len(self._held)
-        except StreamError as error:
-            self._error = error
-        self._is_finished = self._start > 0 and self._error is None
-        return self._position
-
-    def read(self, size: int) -> bytes:
-        """Up to `size` bytes; none at the end."""
-        if self._error is not None:
-            raise self._error
-        if self._is_finished:
-            return b""
-        if self._held:
-            data, self._held = self._held, b""
-            return data
-        data = self._plain(size)
-        if self._in_tail:
-            line_end = data.find(b"\n")
-            if line_end >= 0:
-                self._is_finished = True
-                return data[: line_end + 1]
-        return data
-
-    def _plain(self, size: int) -> bytes:
-        while True:
-            if self._layer is None:
-                frame = next(self._zstd, None)
-                if frame is None:
-                    return b""
-                self._in_tail = self._end is not None and frame.start >= self._end
-                self._met.append((self._position, frame.start))
-                part = FilePart(self._file, frame.start, frame.end - frame.start, self._progress)
-                self._layer = ZstdStream(part.read, self._guard)
-            data = self._layer.read(size)
-            self._position += len(data)
-            if data:
-                return data
-            self._layer = None
 
 
 def spooled(stream: Stream, limits: Limits) -> BinaryIO:

@@ -2,5 +2,5 @@
 
 candidates         the tokenizers to compare, and the text: by channel, and fixed texts for what corpora have little of
 measure            all figures, as plain JSON
-evaluation_report  the figures for the terminal, and as one HTML page
+evaluation_report  the figures as tables for the terminal
 """

@@ -9,7 +9,7 @@ The text that tokenizers are judged on: documents of the corpus by channel, and 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
 from zero2all.tokenizer.encoders import EncodedBatch, EncoderConfig, open_encoder
 from zero2all.tokenizer.encoders.kinds import batch_of
-from zero2all.tokenizer.load import load_tokenizer, sentencepiece_piece
+from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.text import well_formed
 
 TIKTOKEN_MARK = "tiktoken:"
@@ -51,7 +51,7 @@ def open_candidates(folder: Path, against: Sequence[str], text: EvalText) -> lis
         if given.startswith(TIKTOKEN_MARK):
             candidate = _from_tiktoken(given.removeprefix(TIKTOKEN_MARK))
         elif Path(given).is_file():
-            candidate = _from_sentencepiece(Path(given))
+            candidate = _from_folder(Path(given), _model_name(Path(given)), sample, size)
         elif Path(given).is_dir():
             candidate = _from_folder(Path(given), Path(given).resolve().name, sample, size)
         else:
@@ -73,7 +73,7 @@ def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) ->
     joins = tokenizer.is_byte_level and tokenizer.normalisation == "none"
     return Candidate(
         name,
-        f"folder, {encoder.name}",
+        f"{'folder' if folder.is_dir() else 'file'}, {encoder.name}",
         tokenizer.vocab_size,
         tokenizer.text_pieces,
         len(tokenizer.control_ids),
@@ -113,28 +113,9 @@ def _from_tiktoken(name: str) -> Candidate:
     )
 
 
-def _from_sentencepiece(path: Path) -> Candidate:
-    sentencepiece = _library("sentencepiece", str(path))
-    try:
-        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-    except Exception as error:  # it raises RuntimeError and OSError, with the C++ file and line as text
-        raise BadInputError(f"{path} is not a SentencePiece model ({error}). --against takes .model files.") from error
-    pieces = {}
-    control = 0
-    for number in range(model.vocab_size()):
-        if model.is_control(number) or model.is_unknown(number):
-            control += 1
-            continue
-        pieces[number] = sentencepiece_piece(model.id_to_piece(number))
-    return Candidate(
-        path.stem if path.stem != "tokenizer" else path.resolve().parent.name,
-        "sentencepiece",
-        model.vocab_size(),
-        pieces,
-        control,
-        lambda texts: batch_of(model.encode(list(texts))),
-        lambda ids: str(model.decode(list(ids))),
-    )
+def _model_name(path: Path) -> str:
+    """What a tokenizer file is called, or its folder where the file is just called tokenizer."""
+    return path.stem if path.stem != "tokenizer" else path.resolve().parent.name
 
 
 def _library(name: str, given: str) -> Any:
@@ -145,9 +126,6 @@ def _library(name: str, given: str) -> Any:
             f"--against {given} needs the package {name}: pip install {name}, then run it again."
         ) from error
 
-
-EXCERPT_CHARACTERS = 280
-EXCERPTS_PER_CHANNEL = 2
 
 NUMBERS = (
     "7 42 365 1024 2026 10086 65536 299792458 3.14159265 0.001 1,234,567.89 -40 100% 6.02e23 1/3 "
@@ -197,15 +175,6 @@ class EvalText:
         """All documents."""
         return [text for texts in self.channels.values() for text in texts]
 
-    def excerpts(self) -> Iterator[tuple[str, str]]:
-        """Title and beginning of some documents of each channel, then the fixed texts: what the page shows cut up."""
-        for channel, texts in self.channels.items():
-            step = max(1, len(texts) // EXCERPTS_PER_CHANNEL)
-            for number, text in enumerate(texts[::step][:EXCERPTS_PER_CHANNEL], 1):
-                yield f"{channel}, document {1 + (number - 1) * step}", _beginning(text)
-        for name, text in FIXED_TEXTS.items():
-            yield name, _beginning(text)
-
 
 def held_out_text(corpus: Path, split: str, limit_bytes: int) -> EvalText:
     """The first documents of every source's split, in equal shares of bytes; what short ones leave is not given on."""
@@ -225,10 +194,3 @@ def held_out_text(corpus: Path, split: str, limit_bytes: int) -> EvalText:
             "--valid-share, or measure on training text with --split train."
         )
     return EvalText(split, channels)
-
-
-def _beginning(text: str) -> str:
-    if len(text) <= EXCERPT_CHARACTERS:
-        return text
-    cut = text[:EXCERPT_CHARACTERS]
-    return cut[: cut.rfind("\n")] if cut.rfind("\n") > EXCERPT_CHARACTERS // 2 else cut

@@ -21,10 +21,6 @@ from zero2all.tokenizer.text import is_utf8
 
 BATCH_DOCUMENTS = 128
 LONGEST_PIECES = 24
-RANK_POINTS = 120
-USE_BUCKETS = ((0, 0), (1, 1), (2, 3), (4, 15), (16, 63), (64, 255), (256, 1023), (1024, None))
-"""Pieces by how often they were used: (from, to), None is no upper limit."""
-
 JUNK_EXAMPLES = 12
 JUNK = {
     "broken": (
@@ -61,16 +57,14 @@ def evaluate(candidates: Sequence[Candidate], text: EvalText) -> dict[str, Any]:
     }
     total_bytes = sum(facts["bytes"] for facts in channels.values())
     characters = _characters(text)
-    excerpts = [{"title": title, "text": excerpt} for title, excerpt in text.excerpts()]
     with progress("eval", total=len(candidates) * total_bytes, unit="B") as bar:
         results = []
         for candidate in candidates:
-            results.append(_judge(candidate, text, channels, characters, excerpts))
+            results.append(_judge(candidate, text, channels, characters))
             bar.advance(total_bytes, note=candidate.name)
     return {
         "text": {"split": text.split, "channels": channels},
         "junk_definitions": JUNK,
-        "excerpts": excerpts,
         "tokenizers": results,
     }
 
@@ -80,7 +74,6 @@ def _judge(
     text: EvalText,
     facts: Mapping[str, Mapping[str, int]],
     characters: tuple[np.ndarray, np.ndarray],
-    excerpts: Sequence[dict[str, str]],
 ) -> dict[str, Any]:
     counts = np.zeros(candidate.vocab_size, np.int64)
     channels = {}
@@ -126,7 +119,6 @@ def _judge(
         "fertility": _fertility(candidate),
         "longest": _longest(candidate, counts),
         "junk": _junk(candidate.pieces, counts),
-        "segments": _segments(candidate, excerpts),
     }
 
 
@@ -159,18 +151,11 @@ def _characters(text: EvalText) -> tuple[np.ndarray, np.ndarray]:
 def _vocabulary_use(candidate: Candidate, counts: np.ndarray) -> dict[str, Any]:
     numbers = np.fromiter(candidate.pieces, np.int64, len(candidate.pieces))
     used = np.sort(counts[numbers])[::-1]
-    buckets = []
-    for low, high in USE_BUCKETS:
-        inside = (used >= low) & (used <= (high if high is not None else np.iinfo(np.int64).max))
-        buckets.append({"from": low, "to": high, "pieces": int(inside.sum())})
     positive = used[used > 0]
-    ranks = np.unique(np.rint(np.geomspace(1, max(1, len(positive)), RANK_POINTS)).astype(np.int64))
     total = max(1, int(used.sum()))
     return {
         "used": len(positive),
         "share_used": len(positive) / max(1, len(numbers)),
-        "histogram": buckets,
-        "by_rank": [[int(rank), int(positive[rank - 1])] for rank in ranks if len(positive)],
         "pieces_for_half_of_tokens": int(np.searchsorted(np.cumsum(positive), total / 2) + 1) if len(positive) else 0,
     }
 
@@ -225,12 +210,6 @@ def _longest(candidate: Candidate, counts: np.ndarray) -> list[dict[str, Any]]:
         }
         for number in order
     ]
-
-
-def _segments(candidate: Candidate, excerpts: Sequence[dict[str, str]]) -> list[list[list[Any]]]:
-    """For each excerpt its tokens: id, and bytes as hexadecimal digits."""
-    batch = candidate.encode([excerpt["text"] for excerpt in excerpts])
-    return [[[number, candidate.pieces.get(number, b"").hex()] for number in ids.tolist()] for ids in batch]
 
 
 def junk_sort(piece: bytes, used: int) -> str | None:
