@@ -1,5 +1,4 @@
-"""`z2a launch`: start a run on many machines, or write the file with which a cluster does; `z2a supervise`: restarts,
-hang detection and pages for any program that torchrun could start."""
+"""`z2a launch`: start a run on many machines, or write the file with which a cluster does."""
 
 from __future__ import annotations
 
@@ -176,35 +175,3 @@ def _secret(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UsageError(f"{arguments.file} cannot be made: {error.strerror or error}. Give a new file.") from error
     tell(f"wrote {arguments.file}. Copy it to every machine, and start all with: --secret-file {arguments.file}")
-
-
-@verb("""
-    supervise: run any training script under the supervisor: restarts, hangs found, a page for each failure
-
-    command+ COMMAND               the program and its arguments, after --
-    --processes N:int>=1 =1        how many to start; each gets RANK, WORLD_SIZE, …
-    --silence SECONDS:int>=1       a process hangs when it prints nothing and calls no zero2all.resilience.beat() for so
-        long
-    --restarts N:int>=0 =3         restarts in a row without progress (default: 3)
-    --folder DIR:path =supervised  where pages go (default: supervised)
-
-    z2a supervise --processes 2 --silence 300 -- python train.py --epochs 3
-    """)
-def _supervise(arguments: argparse.Namespace) -> int:
-    from shutil import which
-
-    from zero2all.parallel.launch import run_processes
-    from zero2all.resilience.config import ResilienceConfig
-    from zero2all.resilience.supervisor import Watch
-
-    if which(arguments.command[0]) is None:
-        raise UsageError(f"There is no program `{arguments.command[0]}`. Give a command, such as -- python train.py.")
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or a script that prints would be silent
-    watch = Watch(
-        ResilienceConfig(restarts=arguments.restarts),
-        arguments.folder,
-        watches_phases=arguments.silence is None,
-        silence_seconds=arguments.silence,
-        is_foreign=True,
-    )
-    return run_processes(arguments.processes, arguments.command, watch, module=False)

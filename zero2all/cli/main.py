@@ -48,14 +48,21 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             16 bad machine, 130 interrupted"""
 MODULES = {
     **{"help": "overview", "quickstart": "quickstart", "corpus": "corpus", "tokenizer": "tokenizer", "pack": "data"},
-    **{"data": "data", "train": "train", "launch": "launch", "supervise": "launch", "anneal": "runs", "runs": "runs"},
+    **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
     **{"chaos": "chaos", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
-    **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor", "completion": "completion"},
+    **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor"},
 }
 """The first words of the command line, in the order of the help, and the file of each: only that one is imported."""
-RUN_IMPLIED = ("eval", "chaos")
-"""`z2a eval NAME` is `z2a eval run NAME`."""
+REMOVED = {
+    "completion": language.message(
+        "`z2a completion` was removed. `z2a --help` and `z2a help VERB` show what may be typed."
+    ),
+    "supervise": language.message(
+        "`z2a supervise` was removed. For programs other than `z2a train` use torchrun --max-restarts."
+    ),
+}
+"""First words of before, and what to do now."""
 INTERRUPTED = 130
 LEAST_ADDRESS_SPACE_BYTES = 512 << 20
 LEAST_OPEN_FILES = 64
@@ -223,7 +230,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 def build_parser(words: Iterable[str] = MODULES) -> Parser:
     """The whole command line, or the verbs that begin with some words."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
-    parser.renamed = {"goodput": "z2a perf explain"}
+    parser.renamed, parser.removed = {"goodput": "z2a perf explain"}, REMOVED
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
@@ -238,16 +245,19 @@ def build_parser(words: Iterable[str] = MODULES) -> Parser:
 
 
 def with_verb(words: list[str]) -> list[str]:
-    """`eval` and `eval NAME …` as `eval run …`, and `chaos PLAN …` as `chaos run PLAN …`; other command lines, and
-    `eval --help`, as they are."""
-    first = "".join(words[:1])
-    if first not in RUN_IMPLIED:
-        return words
+    """`eval` and `eval NAME …` as `eval run …`, and `chaos run PLAN …`, its name of before, as `chaos PLAN …`; other
+    command lines, and `eval --help`, as they are."""
     if words[:2] == ["eval", "fetch"]:
         raise UsageError("`z2a eval fetch` is `z2a eval download` now.")
-    import_module(f"zero2all.cli.{MODULES[first]}")
-    known = {"-h", "--help", *(each.words[-1] for each in DECLARED[first] if each.handler)}
-    return words if words[1:2] and words[1] in known else [first, "run", *words[1:]]
+    if words[:2] == ["chaos", "soak"]:
+        raise UsageError("`z2a chaos soak` was removed. `make soak` in a checkout of zero2all does it.")
+    if words[:2] == ["chaos", "run"]:
+        return ["chaos", *words[2:]]
+    if words[:1] != ["eval"]:
+        return words
+    import_module(f"zero2all.cli.{MODULES['eval']}")
+    known = {"-h", "--help", *(each.words[-1] for each in DECLARED["eval"] if each.handler)}
+    return words if words[1:2] and words[1] in known else ["eval", "run", *words[1:]]
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -255,6 +265,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     plain, overrides = split_overrides(words)
     plain = with_verb(plain)
     parser = build_parser(tuple(plain[:1]) if plain[:1] and plain[0] in MODULES else tuple(MODULES))
+    if plain[:1] and plain[0][0] != "-" and plain[0] not in MODULES:
+        parser.verb(plain[0])  # which says what there is instead
     verb = parser.find(plain)
     _refuse_unknown_flags(verb, plain)
     reads_config = bool(verb.get_default("reads_config"))

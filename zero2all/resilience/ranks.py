@@ -1,8 +1,5 @@
 """The ranks of one attempt as processes of this machine: start them, signal them, pass on what they print, end them.
 
-What a rank prints goes through pipes; the first one gets a terminal of its own for its bar, as large as the real one:
-the command looks like one program in the foreground.
-
 Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
 waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
 signal would leave no time for a save.
@@ -22,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 import tty
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -65,8 +61,6 @@ class Rank:
     pipe: int
     stacks: IO[bytes]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    heard: float = field(default_factory=time.monotonic)
-    """When it last printed something."""
     beats: int = -1
     """At the last look."""
     ended: float = 0.0
@@ -186,7 +180,6 @@ class Ranks(list[Rank]):
                 if not data:
                     self._selector.unregister(key.fd)
                     continue
-                rank.heard = time.monotonic()
                 _write_all(target, data)
                 hidden, shown = data.rfind(HIDE_CURSOR), data.rfind(SHOW_CURSOR)
                 if hidden != shown:
