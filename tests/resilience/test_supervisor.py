@@ -343,7 +343,7 @@ def asked(*_):
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     os.write(2, b"asked\\n")  # a print may have been interrupted
 signal.signal(signal.SIGINT, asked)
-os.write(2, b"\\x1b[?25lready\\n")  # and no cursor
+os.write(2, b"ready\\n")
 while True:
     if os.environ["RANK"] == "0" and os.ttyname(1) == os.ttyname(2):  # or lines could overtake each other
         os.write(2, "size {} {}\\n".format(*os.get_terminal_size(2)).encode())
@@ -372,10 +372,8 @@ def test_under_a_terminal_the_first_rank_has_its_size_and_obeys_its_keys(tmp_pat
         os.write(ours, b"\x1a")  # Ctrl-Z
         wait_until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in ranks))
         wait_until(lambda: psutil.Process(supervisor.pid).status() == psutil.STATUS_STOPPED)
-        screen.wait_for(b"\x1b[?25h")  # the shell has its cursor
         screen.seen = b""
         supervisor.send_signal(signal.SIGCONT)
-        screen.wait_for(b"\x1b[?25l")
         screen.wait_for(b"size")
         os.write(ours, b"\x03")
         screen.wait_for(b"asked", times=2)  # both ranks: two signals that wait are one

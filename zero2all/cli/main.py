@@ -64,8 +64,6 @@ REMOVED = {
 }
 """First words of before, and what to do now."""
 INTERRUPTED = 130
-LEAST_ADDRESS_SPACE_BYTES = 512 << 20
-LEAST_OPEN_FILES = 64
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)  # sections that are lists, so that they are set as a whole: --stages '[{name: …}]'
@@ -104,7 +102,6 @@ def _run(words: list[str] | None) -> tuple[int, str]:
             print_overview()
             return 0, ""
         arguments = parse(words)
-        _require_limits()
         if "run_argument" in arguments:
             from zero2all.cli.runs import fill_in_run
 
@@ -169,25 +166,6 @@ def _close_dead_streams() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _require_limits() -> None:
-    """Below these limits libraries end the process while they are loaded, before anybody could say why."""
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
-        raise DiskError(
-            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), but loading "
-            f"torch takes more than {LEAST_ADDRESS_SPACE_BYTES >> 20} MB. Raise the limit, or remove it "
-            "with `ulimit -v unlimited`."
-        )
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
-        raise DiskError(
-            f"This process may have only {most} files and connections open at a time, but needs {LEAST_OPEN_FILES} or "
-            f"more. Raise the limit with `ulimit -n 4096` (LimitNOFILE of a service)."
-        )
 
 
 def take_language(words: list[str]) -> list[str]:

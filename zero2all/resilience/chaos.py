@@ -4,7 +4,6 @@ in the processes of a run."""
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,8 +21,6 @@ from zero2all.resilience.slots import RAM_FOLDER
 SAVE_POINTS = ("file", "manifest", "rename")
 POINTS_OF = {"disk_full": SAVE_POINTS, "io_error": SAVE_POINTS, "poison_batch": ("step",), "weight_bit": ("step",)}
 """Where some faults can happen, the usual place first; the others happen anywhere, usually before a step."""
-NET_ADMIN = 1 << 12
-"""The Linux capability to change network interfaces."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,7 @@ class PlannedFault:
     every: bool = False
     """Each time, instead of once."""
     seconds: PositiveFloat | None = None
-    """How long `slow` takes (5), or after how long the link of `link_down` comes back (never)."""
-    interface: str | None = None
-    """For `link_down`: the network interface."""
-    namespace: str | None = None
-    """For `link_down`: the network namespace in which the interface is; none: the one of the run."""
+    """How long `slow` takes (5)."""
 
     def problems(self, place: str, ranks: int, steps: int) -> list[Problem]:
         """What cannot happen in a run of so many ranks and steps."""
@@ -67,17 +60,7 @@ class PlannedFault:
             found.append(Problem(f"{place}.step", self.step, f"at most train.steps, {steps}"))
         if self.step is None and self.point is None and self.after is None:
             found.append(Problem(place, self.fault, "step, point or after: when it happens"))
-        if self.fault == "link_down" and (reason := self._why_no_link()):
-            found.append(Problem(f"{place}.interface", self.interface, reason))
         return found
-
-    def _why_no_link(self) -> str:
-        if self.namespace is None and not Path(f"/sys/class/net/{self.interface or ''}/operstate").exists():
-            return "a network interface of this machine"
-        held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
-        if shutil.which("ip") is None or not int(held.split()[1], 16) & NET_ADMIN:
-            return "the program ip and the right to change interfaces (CAP_NET_ADMIN)"
-        return ""
 
     def resolved(self, started: float, run: Path, memory: Path | None) -> dict[str, Any]:
         """As `common.fault` reads it."""
