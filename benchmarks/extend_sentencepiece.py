@@ -110,7 +110,15 @@ def main() -> None:
             file.write(text)
     target = arguments.work / "extended"
     command = [sys.executable, "-m", "zero2all", "tokenizer", "extend", "--tokenizer", str(model), "--from-text"]
-    command += [str(text_file), "--vocab-size", str(NEW_IDS), "--max-memory", arguments.max_memory, "--to", str(target)]
+    command += [
+        str(text_file),
+        "--vocab-size",
+        str(NEW_IDS),
+        "--max-memory",
+        arguments.max_memory,
+        "--out",
+        str(target),
+    ]
     started = time.monotonic()
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds = time.monotonic() - started

@@ -16,7 +16,7 @@ from zero2all.cli.main import build_parser
 
 # ---- where results are to be put ----
 
-OUTPUT_FLAGS = {"--out", "--to", "--json", "--html", "--png", "--svg", "--pdf"}
+OUTPUT_FLAGS = {"--out", "--json", "--html", "--png", "--svg", "--pdf"}
 
 
 def verbs(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -47,10 +47,10 @@ def test_every_flag_that_names_a_file_to_write_is_checked_before_the_work():
         "tokenizer eval --html FILE/page.html",
         "tokenizer eval --json FILE/figures.json",
         "tokenizer eval --html FOLDER",
-        "tokenizer extend --pieces kalo --to FILE/below",
-        "tokenizer extend --pieces kalo --to FILE",
-        "export tiny --to FILE/below",
-        "export tiny --to FILE",
+        "tokenizer extend --pieces kalo --out FILE/below",
+        "tokenizer extend --pieces kalo --out FILE",
+        "export tiny --out FILE/below",
+        "export tiny --out FILE",
         "plot tiny --png FILE/below.png",
         "track export tiny --to csv FILE/below.csv",
         "track export tiny --to tensorboard FILE",
@@ -82,9 +82,9 @@ def test_a_place_that_may_not_be_written_to_is_refused_at_once(journey, tmp_path
 
 @pytest.mark.parametrize("name", ["notes.txt", "model.safetensors", "tokenizer.json"])
 def test_an_extended_tokenizer_replaces_no_folder_of_another_kind(journey, tmp_path, z2a, name):
-    """It once did: everything in --to was deleted, be it a model or a home folder."""
+    """It once did: everything in --out was deleted, be it a model or a home folder."""
     (tmp_path / name).write_text("precious")
-    ended = z2a("tokenizer", "extend", "--pieces", "kalo", "--to", tmp_path, "--work", journey)
+    ended = z2a("tokenizer", "extend", "--pieces", "kalo", "--out", tmp_path, "--work", journey)
     assert ended.code == 2
     assert "is not a zero2all tokenizer folder, so it is not replaced" in ended.err
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -92,7 +92,7 @@ def test_an_extended_tokenizer_replaces_no_folder_of_another_kind(journey, tmp_p
 
 def test_an_extended_tokenizer_replaces_an_older_one(journey, tmp_path, z2a):
     for pieces in (["kalo"], ["kalo", "tervun"]):
-        ended = z2a("tokenizer", "extend", "--pieces", *pieces, "--to", tmp_path / "larger", "--work", journey)
+        ended = z2a("tokenizer", "extend", "--pieces", *pieces, "--out", tmp_path / "larger", "--work", journey)
         assert ended.code == 0, ended.err
 
 

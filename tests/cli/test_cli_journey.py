@@ -128,11 +128,11 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_the_same_seed(jou
 
 def test_export_writes_a_hugging_face_folder_and_import_makes_a_run_of_it(journey, tmp_path, z2a):
     folder = tmp_path / "hf"
-    ended = z2a("export", "tiny", "--work", journey, "--to", folder)
+    ended = z2a("export", "tiny", "--work", journey, "--out", folder)
     assert ended.code == 0
     assert ended.out == f"{folder}: tiny at step 4, for transformers.AutoModelForCausalLM\n"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-    again = z2a("export", "tiny", "--work", journey, "--to", folder)
+    again = z2a("export", "tiny", "--work", journey, "--out", folder)
     assert again.code == 2
     assert f"{folder} already exists" in again.err
     ended = z2a("import", folder, "--work", tmp_path / "new", "--name", "continued")
@@ -140,7 +140,9 @@ def test_export_writes_a_hugging_face_folder_and_import_makes_a_run_of_it(journe
     assert f"z2a train {tmp_path / 'new' / 'runs' / 'continued' / 'config.yaml'} --work {tmp_path / 'new'}" in ended.out
 
 
-@pytest.mark.parametrize("verb", [["plot"], ["eval"], ["generate", "--prompt", "x"], ["export", "--to", "hf"]], ids=str)
+@pytest.mark.parametrize(
+    "verb", [["plot"], ["eval"], ["generate", "--prompt", "x"], ["export", "--out", "hf"]], ids=str
+)
 def test_a_run_that_is_not_there_ends_with_3_and_names_those_that_are(journey, z2a, verb):
     ended = z2a(*verb, "tinny", "--work", journey)
     assert ended.code == 3
@@ -207,7 +209,7 @@ def test_a_limit_of_the_file_size_ends_every_stage_with_4_and_its_name_and_leave
     assert list((copy / "runs" / "tiny" / "checkpoints").iterdir()) == []
     assert z2a("train", "quickstart", *tiny, "--work", copy).code == 0
 
-    fails_for_want_of_room(30_000, "export", "tiny", "--to", copy / "hf")
+    fails_for_want_of_room(30_000, "export", "tiny", "--out", copy / "hf")
     assert not (copy / "hf").exists()
 
     picture = copy / "runs" / "tiny" / "curves.png"

@@ -97,8 +97,8 @@ def test_print_config_shows_the_resolved_config_which_loads_back_to_an_equal_one
         ("pack --work", "--work needs a value. See `z2a pack --help`."),
         ("train quickstart --fresh=1", "--fresh takes no value, but got '1'."),
         ("eval r --step 1 --all-steps", "--all-steps and --step exclude each other. Give one of them."),
-        ("export r --to x --dtype f", "--dtype: got 'f', expected one of float32, bfloat16, float16."),
-        ("export r --to x --dtype flot32", "--dtype: got 'flot32', expected one of float32, bfloat16, float16. Did"),
+        ("export r --out x --dtype f", "--dtype: got 'f', expected one of float32, bfloat16, float16."),
+        ("export r --out x --dtype flot32", "--dtype: got 'flot32', expected one of float32, bfloat16, float16. Did"),
         ("tokenizer decode x", "ID: got 'x', expected a whole number. See `z2a tokenizer decode --help`."),
         ("--verson", "`z2a` has no flag `--verson`. Did you mean `--version`? See `z2a --help`."),
     ],
@@ -229,7 +229,7 @@ def test_an_empty_corpus_ends_with_3_and_no_later_stage_takes_it_for_whole(conte
         ["plot", "run"],
         ["eval", "a-run"],
         ["generate", "run", "--prompt", "x"],
-        ["export", "run", "--to", "somewhere"],
+        ["export", "run", "--out", "somewhere"],
     ],
     ids=lambda words: words[0],
 )
@@ -264,3 +264,19 @@ def test_what_is_no_mistake_of_the_person_keeps_its_traceback():
         _fail_for_disk_or_path(ZeroDivisionError())
     with pytest.raises(FileNotFoundError):
         _fail_for_disk_or_path(FileNotFoundError(2, "No such file or directory", "ours.bin"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("export r --to x", "`z2a export` has no flag `--to`. Did you mean `--out`?"),
+        ("launch slurm quickstart --write x", "`z2a launch slurm` has no flag `--write`. Did you mean `--out`?"),
+        ("completion bash", "`z2a completion` was removed."),
+        ("supervise --processes 2 -- python x.py", "`z2a supervise` was removed."),
+        ("chaos soak quickstart --minutes 3", "`z2a chaos soak` was removed."),
+    ],
+)
+def test_a_name_of_before_is_answered_with_that_of_now(words, said, z2a):
+    ended = z2a(*words.split())
+    assert ended.code == 2
+    assert paragraph(ended.err).startswith(said)

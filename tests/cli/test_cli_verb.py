@@ -50,7 +50,7 @@ def test_a_line_of_a_table_is_an_argument(line, words, value):
         ("--count N:int>=1..9  how many", ["--count", "10"], "at most 9"),
         ("--share X:float>0..1  of all", ["--share", "0"], "above 0 and at most 1"),
         ("--split train|valid  which", ["--split", "vald"], "Did you mean `valid`?"),
-        ("--to! DIR  where", [], "needs --to"),
+        ("--out! DIR  where", [], "needs --out"),
         ("| --ids  one\n| --json  other", ["--ids", "--json"], "exclude each other"),
         ("|! --ids  one\n|! --json  other", [], "needs --ids or --json"),
     ],

@@ -159,7 +159,7 @@ def test_llama_like_model_learns_chinese_from_text_and_no_old_id_moves(llama, en
 
 def test_extend_prints_compression_before_and_after(llama, tmp_path, capsys):
     (tmp_path / "zh.txt").write_text("".join(CHINESE), encoding="utf-8")
-    words = ["--from-text", str(tmp_path / "zh.txt"), "--vocab-size", "515", "--to", str(tmp_path / "new")]
+    words = ["--from-text", str(tmp_path / "zh.txt"), "--vocab-size", "515", "--out", str(tmp_path / "new")]
     assert main(["tokenizer", "extend", "--tokenizer", str(llama), *words, "--max-memory", "8GB"]) == 0
     said = capsys.readouterr().out
     assert "500 ids before, 515 now" in said

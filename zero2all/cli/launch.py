@@ -22,7 +22,7 @@ share(
     --nodes! N or MIN:MAX:nodes   machines; MIN:MAX: the run goes on while at least MIN of MAX are there
     --gpus-per-node N:int>=0 =8   GPUs of each (default 8)
     --save-seconds N:int>=1 =300  time to save before the job is ended (default 300)
-    --write FILE:out              write to this file instead of the terminal
+    --out FILE:out                write to this file instead of the terminal
     """,
     "JOB",
 )
@@ -68,7 +68,7 @@ def _job(arguments: argparse.Namespace, python: str) -> tuple[Job, int]:
     --account NAME                account that pays for the job (default: Slurm's)
     --section.field
 
-    z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --write job.sh
+    z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --out job.sh
     """)
 def _slurm(arguments: argparse.Namespace) -> None:
     from zero2all.parallel.job_files import slurm_file, slurm_seconds
@@ -85,7 +85,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
         ) from None
     job, restarts = _job(arguments, sys.executable)
     asked = (arguments.time, restarts, arguments.partition, arguments.account)
-    _write(arguments.write, slurm_file(job, str(Path.cwd()), *asked), "sbatch")
+    _write(arguments.out, slurm_file(job, str(Path.cwd()), *asked), "sbatch")
 
 
 @verb("""
@@ -96,7 +96,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
     --claim NAME =workspace       volume claim with the workspace, mounted at /workspace (default workspace)
     --section.field
 
-    z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --write job.yaml
+    z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --out job.yaml
     """)
 def _kubernetes(arguments: argparse.Namespace) -> None:
     from zero2all.config import find_config
@@ -107,7 +107,7 @@ def _kubernetes(arguments: argparse.Namespace) -> None:
         say(f"z2a: note: --work {work} is not in {MOUNT}, where the pods have the claim. Give its folder there.")
     if (path := Path(arguments.config)) == find_config(arguments.config):
         say(f"z2a: note: the pods read the config at {MOUNT / path}. Copy it to the claim.")
-    _write(arguments.write, text, "kubectl apply -f")
+    _write(arguments.out, text, "kubectl apply -f")
 
 
 def _write(path: Path | None, text: str, submit: str) -> None:

@@ -63,6 +63,8 @@ REMOVED = {
     ),
 }
 """First words of before, and what to do now."""
+OUT_BEFORE = ("--to", "--write", "--output")
+"""What `--out` was called."""
 INTERRUPTED = 130
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
@@ -280,7 +282,7 @@ def _refuse_unknown_flags(verb: Parser, words: list[str]) -> None:
         flag = word.partition("=")[0]
         if not flag.startswith("--") or flag in verb.flags:
             continue
-        meant = closest(flag, verb.flags)
+        meant = "--out" if flag in OUT_BEFORE and "--out" in verb.flags else closest(flag, verb.flags)
         if meant is None and verb.get_default("reads_config"):
             from zero2all.cli.fields import field_for_flag
 
