@@ -25,6 +25,7 @@ def parsed(table: str, *words: str) -> dict[str, object]:
         ("--fresh =None  start over", [], None),
         ("--count N:int>=1 =3  how many", [], 3),
         ("--count N:int>=1 =3  how many", ["--count", "5"], 5),
+        ("--count N:int>=1..9  how many", ["--count", "9"], 9),
         ("--share X:float>0..1  of all", ["--share", "0.5"], 0.5),
         ("--split train|valid =train  which", ["--split", "valid"], "valid"),
         ("--from FILE:path  what", ["--from", "a/b"], Path("a/b")),

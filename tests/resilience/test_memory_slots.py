@@ -162,9 +162,13 @@ def test_a_link_in_the_place_of_a_buffer_is_not_followed(tmp_path, two_steps):
         slots.read_slot(path)
 
 
-def test_folders_of_runs_that_are_gone_are_removed_unless_in_use(run, two_steps):
+def test_folders_of_runs_that_are_gone_are_removed_unless_in_use(run, two_steps, monkeypatch):
     home = two_steps.parent
     held = slots.lock_folder(two_steps, is_first=True)
+    monkeypatch.setattr(slots, "LOCK_SECONDS", 0.0)
+    os.close(slots.lock_folder(two_steps, is_first=False))
+    with pytest.raises(slots.NoMemoryFolderError, match="another process uses"):
+        slots.lock_folder(two_steps, is_first=True)
     shutil.rmtree(run)
     assert slots.sweep_stale(home, "other") == []
     os.close(held)
