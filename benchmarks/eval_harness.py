@@ -335,7 +335,7 @@ def export(work: Path, run: str, folder: Path) -> None:
     """The run as a Hugging Face folder."""
     from zero2all.cli import main as z2a
 
-    code = z2a(["export", run, "--work", str(work), "--to", str(folder)])
+    code = z2a(["export", run, "--work", str(work), "--out", str(folder)])
     assert code == 0, f"z2a export ended with {code}"
 
 

@@ -8,7 +8,7 @@
 
 WORK is a workspace with packed data. One run with checkpoints in memory meets one fault after the other; it is ended
 after the last one, before it would write to the disk. NCCL refuses two ranks on one card only when they claim the same
-host, so each of several ranks gets a host id of its own: this program starts `z2a supervise`, and itself as each rank.
+host, so each of several ranks gets a host id of its own: this program starts itself as a supervisor, and as each rank.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from zero2all.resilience.slots import remove
 FIRST, BETWEEN, EVERY = 20, 20, 12
 """Steps: of the first fault, from one to the next, and between two saves to memory, which take some seconds. A limit is
 known after ten."""
-STEP_SECONDS, START_SECONDS, PATIENCE_SECONDS = 20, 240, 420
+LIMITS = {"step": 20.0, "first_step": 240.0, "start": 240.0}
+PATIENCE_SECONDS = 420
 ALONE = {
     "cuda": ("kill", "kill@memory", "out_of_memory", "device_assert", "hung_kernel"),
     "cpu": ("kill", "kill@memory", "out_of_memory", "stop"),
 }
 TOGETHER = ("kill", "stop", "sleep")
 """Kinds of faults, some with the point of the program where they happen: `memory` is the copy of a save."""
-WORDS = "ZERO2ALL_BENCHMARK_WORDS"
+WORDS, SUPERVISED = "Z2A_BENCHMARK_WORDS", "Z2A_BENCHMARK_SUPERVISED"
+"""In the environment of a rank: its command line. In that of the supervisor of ranks: their number and their run."""
 
 
 def main() -> None:
     """Measure, print, save."""
+    if SUPERVISED in os.environ:
+        sys.exit(_supervise(*json.loads(os.environ.pop(SUPERVISED))))
     if WORDS in os.environ:
         sys.exit(_rank())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,13 +88,12 @@ def faulty_run(arguments: argparse.Namespace, kinds: tuple[str, ...]) -> list[di
     words = ["train", arguments.config, "--work", str(arguments.work), "--train.name", name, "--train.steps", "1000000"]
     words += ["--checkpoint.every_steps", "0", "--eval.every_steps", "0", "--track.log_every_steps", "1"]
     words += ["--parallel.device", arguments.device, "--resilience.memory_every_steps", str(EVERY), *arguments.words]
-    limits = json.dumps({"step": STEP_SECONDS, "first_step": START_SECONDS, "start": START_SECONDS})
     command = [sys.executable, "-m", "zero2all", *words, "--resilience.supervise", "true"]
-    command += ["--resilience.limits", limits]
+    command += ["--resilience.limits", json.dumps(LIMITS)]
     if arguments.ranks > 1:
         environment[WORDS] = json.dumps(words)
-        command = [sys.executable, "-m", "zero2all", "supervise", "--processes", str(arguments.ranks), "--folder"]
-        command += [str(run), "--silence", str(STEP_SECONDS), "--", sys.executable, __file__]
+        environment[SUPERVISED] = json.dumps([arguments.ranks, str(run)])
+        command = [sys.executable, __file__]
     trainer = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     rows = []
     for number, (kind, step) in enumerate(zip(kinds, steps, strict=True)):
@@ -136,6 +139,15 @@ def _wait(trainer: subprocess.Popen[bytes], find: Any) -> Any:
             sys.exit(f"no step within {PATIENCE_SECONDS} s; the exit code of the run is {trainer.poll()}")
         time.sleep(0.1)
     return found
+
+
+def _supervise(ranks: int, run: str) -> int:
+    from zero2all.parallel.launch import run_processes
+    from zero2all.resilience.config import ResilienceConfig
+    from zero2all.resilience.supervisor import Watch
+
+    watch = Watch(ResilienceConfig(limits=LIMITS), Path(run), watches_phases=True)
+    return run_processes(ranks, [sys.executable, __file__], watch, module=False)
 
 
 def _rank() -> int:

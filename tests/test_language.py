@@ -12,6 +12,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from string import Formatter
 
 import pytest
@@ -38,10 +39,15 @@ SHOWN_KEYWORDS = {"help", "description", "note", "unit", "title"}
 PROSE = re.compile(r"(?<![\w`/.<=-])[A-Za-z][a-z]{2,}(?![\w`/=(]|[.:]\w)")
 
 
-def messages(source: str) -> Iterator[str]:
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file, which two tests read."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def messages(path: Path) -> Iterator[str]:
     """Every text of a file that a person reads, as a template."""
-    tree = ast.parse(source)
-    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    assigned = [node for node in nodes_of(path) if isinstance(node, ast.Assign)]
 
     def meant(node: ast.expr) -> list[ast.expr]:
         """The expression, or what its name is assigned."""
@@ -49,7 +55,7 @@ def messages(source: str) -> Iterator[str]:
             return [node]
         return [each.value for each in assigned if getattr(each.targets[0], "id", None) == node.id]
 
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -96,7 +102,7 @@ def is_prose(template: str) -> bool:
 @functools.cache
 def needed(room: str) -> list[str]:
     """The templates that the room's table must have, in the order of its files."""
-    found = (message for path in sorted((PACKAGE / room).rglob("*.py")) for message in messages(path.read_text()))
+    found = (message for path in sorted((PACKAGE / room).rglob("*.py")) for message in messages(path))
     return list(dict.fromkeys(message for message in found if is_prose(message)))
 
 
@@ -163,7 +169,7 @@ def test_a_table_holds_nothing_that_the_program_does_not_say(room):
 @functools.cache
 def all_strings() -> frozenset[str]:
     """Every string of the package as a template: words that stand in constants are translated where they are shown."""
-    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in nodes_of(path))
     strings = (node for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant))
     return frozenset(template for string in strings for template in templates(string))
 

@@ -87,7 +87,7 @@ def test_overview_and_runs_of_a_workspace(z2a, copy, monkeypatch):
 ERRORS = (
     *("trian", "corpus", "corpus buidl", "corpus xyz", "train", "train quickstart --fresh=1", "--verson"),
     *("generate run", "generate --promt hi", "pack --work", "eval r --step 1 --all-steps", "tokenizer decode x"),
-    *("export r --to x --dtype flot32", "--lang fr", "serve x --port 80000", "corpus build a=b --valid-share 0.9"),
+    *("export r --out x --dtype flot32", "--lang fr", "serve x --port 80000", "corpus build a=b --valid-share 0.9"),
     *("train quickstart --optm.lr 1", "train quickstart --optim.lr_max many", "train missing.yaml"),
     *("pack", "runs", "corpus build a=missing.jsonl", "quickstart --data missing", "quickstart --data empty"),
     *("generate some-run --prompt hi", "import missing --name a", "corpus show --work file.txt"),

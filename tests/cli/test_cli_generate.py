@@ -76,7 +76,7 @@ def test_a_line_may_have_settings_samples_and_a_name_of_its_own(generate, lines_
 
 
 def test_exported_model_writes_the_same(z2a, generate, trained_workspace, tmp_path):
-    assert z2a("export", "tiny", "--to", tmp_path / "hf", "--work", trained_workspace.root).code == 0
+    assert z2a("export", "tiny", "--out", tmp_path / "hf", "--work", trained_workspace.root).code == 0
     exported = z2a("generate", tmp_path / "hf", *SHARED[2:], "--prompt", PROMPT)
     assert exported.out == generate("--prompt", PROMPT).out
 

@@ -62,29 +62,6 @@ def test_corpus_show_prints_records_and_knows_its_sources(journey, z2a):
     assert ended.err == "z2a: There is no source `em`. Did you mean `en`?\n"
 
 
-def test_corpus_show_says_so_when_a_split_is_empty(raw, tmp_path, z2a):
-    z2a("corpus", "build", f"en={raw / 'en.jsonl'}", "--work", tmp_path, "--valid-share", "0")
-    shown = z2a("corpus", "show", "en", "--split", "valid", "--work", tmp_path).out
-    assert shown.splitlines()[1:] == ["The valid split of `en` is empty."]
-
-
-def test_tokenizer_encode_shows_pieces_and_decode_gives_the_text_back(journey, z2a):
-    text = "kalo mi 一\n<|end_of_text|>"
-    ended = z2a("tokenizer", "encode", "--work", journey, text)
-    assert ended.code == 0
-    *pieces, closing = ended.out.splitlines()
-    assert closing.startswith(f"{len(pieces)} tokens, ")
-    ids = [line.split()[0] for line in pieces]
-    assert z2a("tokenizer", "decode", "--work", journey, *ids).out == text + "\n"
-
-
-@pytest.mark.parametrize("number", ["400", "-1"])
-def test_decoding_an_id_that_is_not_in_the_vocabulary_ends_with_2(journey, z2a, number):
-    ended = z2a("tokenizer", "decode", "--work", journey, number)
-    assert ended.code == 2
-    assert f"token id {number} is not in this vocabulary of 400 ids" in ended.err
-
-
 def test_pack_prints_what_it_packed_and_packs_nothing_twice(copy, z2a):
     ended = z2a("pack", "--work", copy)
     assert ended.code == 0
@@ -95,29 +72,6 @@ def test_pack_prints_what_it_packed_and_packs_nothing_twice(copy, z2a):
     before = {path: path.stat().st_mtime_ns for path in (copy / "packed").rglob("*")}
     assert z2a("pack", "--work", copy).out == ended.out
     assert {path: path.stat().st_mtime_ns for path in (copy / "packed").rglob("*")} == before
-
-
-def test_train_continues_a_finished_run_by_doing_nothing_and_reports_held_out_losses(copy, z2a, tiny):
-    ended = z2a("train", "quickstart", *tiny, "--work", copy)
-    assert ended.code == 0
-    assert "tiny: step 4, 512 tokens" in ended.out
-    for name in ("eval/valid/loss/en", "eval/valid/bpb/zh"):
-        assert name in ended.out
-
-
-def test_train_refuses_a_changed_run_unless_told_to_go_on(copy, z2a, tiny):
-    changed = ["train", "quickstart", *tiny, "--work", copy, "--optim.lr_max", "1e-5"]
-    ended = z2a(*changed)
-    assert ended.code == 2
-    assert "--accept-changes" in ended.err
-    assert z2a(*changed, "--accept-changes").code == 0
-    assert z2a(*changed, "--fresh").code == 0
-
-
-def test_the_config_that_a_run_keeps_can_be_trained_again(copy, z2a):
-    ended = z2a("train", copy / "runs" / "tiny" / "config.yaml", "--work", copy)
-    assert ended.code == 0
-    assert "tiny: step 4" in ended.out
 
 
 def test_plot_draws_a_png_and_prints_its_path(copy, z2a):
@@ -174,11 +128,11 @@ def test_generate_continues_the_prompt_and_repeats_itself_with_the_same_seed(jou
 
 def test_export_writes_a_hugging_face_folder_and_import_makes_a_run_of_it(journey, tmp_path, z2a):
     folder = tmp_path / "hf"
-    ended = z2a("export", "tiny", "--work", journey, "--to", folder)
+    ended = z2a("export", "tiny", "--work", journey, "--out", folder)
     assert ended.code == 0
     assert ended.out == f"{folder}: tiny at step 4, for transformers.AutoModelForCausalLM\n"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
-    again = z2a("export", "tiny", "--work", journey, "--to", folder)
+    again = z2a("export", "tiny", "--work", journey, "--out", folder)
     assert again.code == 2
     assert f"{folder} already exists" in again.err
     ended = z2a("import", folder, "--work", tmp_path / "new", "--name", "continued")
@@ -186,16 +140,9 @@ def test_export_writes_a_hugging_face_folder_and_import_makes_a_run_of_it(journe
     assert f"z2a train {tmp_path / 'new' / 'runs' / 'continued' / 'config.yaml'} --work {tmp_path / 'new'}" in ended.out
 
 
-def test_export_to_a_path_that_is_a_file_ends_with_an_explanation(journey, tmp_path, z2a):
-    (tmp_path / "file").write_text("mine")
-    ended = z2a("export", "tiny", "--work", journey, "--to", tmp_path / "file")
-    assert ended.code in (2, 3)
-    assert str(tmp_path / "file") in ended.err
-    assert "Traceback" not in ended.err
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.parametrize("verb", [["plot"], ["eval"], ["generate", "--prompt", "x"], ["export", "--to", "hf"]], ids=str)
+@pytest.mark.parametrize(
+    "verb", [["plot"], ["eval"], ["generate", "--prompt", "x"], ["export", "--out", "hf"]], ids=str
+)
 def test_a_run_that_is_not_there_ends_with_3_and_names_those_that_are(journey, z2a, verb):
     ended = z2a(*verb, "tinny", "--work", journey)
     assert ended.code == 3
@@ -223,37 +170,6 @@ def test_each_stage_names_the_stage_that_is_missing(raw, tmp_path, z2a, tiny):
     assert "Run `z2a tokenizer train` first" in said("tokenizer", "encode", "x")
     assert "Run `z2a pack` first" in said("train", "quickstart", *tiny)
     assert z2a("eval", "tiny", "--work", tmp_path).code == 3, "an attempt that never began is no run"
-
-
-def test_a_vocabulary_larger_than_the_text_supports_ends_with_3_and_leaves_the_old_tokenizer_alone(copy, z2a):
-    before = (copy / "tokenizer" / "tokenizer.json").read_bytes()
-    ended = z2a("tokenizer", "train", "--work", copy, "--vocab-size", "50000")
-    assert ended.code == 3
-    assert "This text cannot support a vocabulary of 50,000 ids" in ended.err
-    assert "--vocab-size" in ended.err
-    assert (copy / "tokenizer" / "tokenizer.json").read_bytes() == before
-    assert leftovers(copy) == []
-    largest = ended.err.split("Set --vocab-size to ")[1].split()[0]
-    assert z2a("tokenizer", "train", "--work", copy, "--vocab-size", largest).code == 0, "the advice is right"
-
-
-@pytest.mark.parametrize("size", ["100", "0"])
-def test_a_vocabulary_smaller_than_the_alphabet_ends_with_2(copy, z2a, size):
-    ended = z2a("tokenizer", "train", "--work", copy, "--vocab-size", size)
-    assert ended.code == 2
-    assert f"tokenizer.vocab_size: got {size}, expected at least 271 for 14 control tokens, 256 bytes" in ended.err
-
-
-def test_a_shortened_shard_is_named_and_packing_again_mends_it(copy, z2a, tiny):
-    shard = copy / "packed" / "en" / "train" / "tokens-00000.bin"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-2])
-    ended = z2a("train", "quickstart", *tiny, "--train.name", "other", "--work", copy)
-    assert ended.code == 3
-    assert "tokens-00000.bin has" in ended.err
-    assert "Run `z2a pack` again" in ended.err
-    assert z2a("pack", "--work", copy).code == 0
-    assert shard.read_bytes() == whole
 
 
 # ---- no room --------------------------------------------------------------------------------------------------
@@ -293,7 +209,7 @@ def test_a_limit_of_the_file_size_ends_every_stage_with_4_and_its_name_and_leave
     assert list((copy / "runs" / "tiny" / "checkpoints").iterdir()) == []
     assert z2a("train", "quickstart", *tiny, "--work", copy).code == 0
 
-    fails_for_want_of_room(30_000, "export", "tiny", "--to", copy / "hf")
+    fails_for_want_of_room(30_000, "export", "tiny", "--out", copy / "hf")
     assert not (copy / "hf").exists()
 
     picture = copy / "runs" / "tiny" / "curves.png"

@@ -25,9 +25,7 @@ from zero2all.resilience.supervisor import FINAL_CODES
 
 def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_leaves_time_to_save(z2a, tmp_path):
     path = tmp_path / "job.sh"
-    ended = z2a(
-        "launch", "slurm", "quickstart", "--nodes", "2", "--write", str(path), "--data.mixture", "{en: 2, zh: 1}"
-    )
+    ended = z2a("launch", "slurm", "quickstart", "--nodes", "2", "--out", str(path), "--data.mixture", "{en: 2, zh: 1}")
     assert ended.code == 0, ended.err
     assert f"sbatch {path}" in ended.out
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -148,7 +146,6 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text, seconds):
     [
         (["slurm", "--time", "banana"], "--time is 'banana'. Expected a time limit as Slurm reads it"),
         (["slurm", "--time", "5"], "--save-seconds is 300, and --time 5 is not longer"),
-        (["slurm", "--write", "no-folder/job.sh"], "there is no folder no-folder"),
         (["slurm", "--diloco.groups", "[a:1,b:1]"], "Start one job per group"),
     ],
 )
@@ -165,13 +162,13 @@ def test_a_secret_is_made_once_and_a_manifest_with_one_is_for_its_user_only(z2a,
     assert len(path.read_text().strip()) == 43
     again = z2a("launch", "secret", str(path))
     assert (again.code, f"{path} cannot be made: File exists" in again.err) == (2, True)
-    z2a("launch", "kubernetes", "quickstart", "--nodes", "2", "--write", str(job))
+    z2a("launch", "kubernetes", "quickstart", "--nodes", "2", "--out", str(job))
     assert job.stat().st_mode & 0o777 == 0o600
 
 
 def test_partition_account_and_a_file_name_with_a_blank(z2a, tmp_path):
     path = tmp_path / "a job.sh"
-    words = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--write", str(path)]
+    words = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--out", str(path)]
     assert f"sbatch '{path}'" in z2a("launch", "slurm", "quickstart", *words).out
     assert "#SBATCH --partition=gpu\n#SBATCH --account=lab\n#SBATCH --nodes=2\n" in path.read_text()
 

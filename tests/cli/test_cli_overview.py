@@ -160,7 +160,7 @@ def test_the_run_may_stand_before_and_behind_flags(words, z2a, journey):
     assert z2a(*words.replace("W", str(journey)).split()).code == 0
 
 
-@pytest.mark.parametrize("verb", ["eval W", "watch W", "export W --to x", "chat W", "perf explain W", "train W"])
+@pytest.mark.parametrize("verb", ["eval W", "watch W", "export W --out x", "chat W", "perf explain W", "train W"])
 def test_a_workspace_in_the_place_of_a_run_is_named_as_one(verb, z2a, journey):
     ended = z2a(*verb.replace("W", str(journey)).split())
     assert ended.code == 3

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.cli.main import main
 from zero2all.common import progress
 
 
@@ -51,14 +50,6 @@ def test_words_about_progress_that_nobody_reads_do_not_end_the_work(monkeypatch)
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(pipe, write_through=True))
         with progress.progress("work", total=1, unit="B") as bar:
             bar.advance(1)
-
-
-def test_importing_what_is_no_model_leaves_no_workspace(tmp_path, capsys):
-    (tmp_path / "hf").mkdir()
-    work = tmp_path / "new"
-    assert main(["import", str(tmp_path / "hf"), "--name", "x", "--work", str(work)]) == 3
-    assert "is not a Hugging Face model folder" in capsys.readouterr().err
-    assert not work.exists()
 
 
 CTRL_C_AT_AN_IMPORT = """

@@ -135,7 +135,7 @@ def test_interrupted_training_goes_on_and_leaves_nothing_behind(tmp_path, text, 
 
 
 def test_extend_writes_a_larger_tokenizer_and_says_what_to_do_next(work, text, z2a, tmp_path):
-    ended = z2a("tokenizer", "extend", "--work", work, "--pieces", r"\squantum", "量子", "--to", tmp_path / "new")
+    ended = z2a("tokenizer", "extend", "--work", work, "--pieces", r"\squantum", "量子", "--out", tmp_path / "new")
     assert ended.code == 0, ended.err
     new = load_tokenizer(tmp_path / "new")
     assert [len(new.encode_text(piece)) for piece in (" quantum", "量子")] == [1, 1]
@@ -144,7 +144,7 @@ def test_extend_writes_a_larger_tokenizer_and_says_what_to_do_next(work, text, z
     field = tmp_path / "field.txt"
     field.write_text("quantum entanglement " * 50)
     words = ["tokenizer", "extend", "--tokenizer", tmp_path / "new", "--from-text", field]
-    assert z2a(*words, "--vocab-size", "360", "--to", tmp_path / "larger").code == 0
+    assert z2a(*words, "--vocab-size", "360", "--out", tmp_path / "larger").code == 0
     assert load_tokenizer(tmp_path / "larger").vocab_size == 360
 
 
@@ -157,7 +157,7 @@ def test_extend_does_not_replace_what_data_and_runs_were_made_with(work, z2a, tm
     ended = z2a(*words)
     assert ended.code == 2
     assert "packed in" in ended.err
-    assert "--to, or add --replace" in ended.err
+    assert "--out, or add --replace" in ended.err
     assert z2a(*words, "--replace").code == 0
     assert load_tokenizer(copy / "tokenizer").vocab_size > 340
     assert z2a("tokenizer", "extend", "--work", copy).code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from zero2all.cli import main
 from zero2all.common.lock import STALE_SECONDS
 from zero2all.config import load_config
 from zero2all.track.reader import read_run
-from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 
 LONG_SECONDS = 600.0
@@ -189,68 +186,6 @@ def test_a_silent_run_of_another_host_is_taken_over_only_when_asked(copy, tiny, 
     taken = z2a(*words, "--take-over")
     assert taken.code == 0
     assert "took over the lock of process 1 on elsewhere" in taken.out
-
-
-def start_two(copy, tiny, *more):
-    words = ["train", "quickstart", *tiny, "--train.name", "two", "--parallel.processes", "2", *more]
-    command = [sys.executable, "-m", "zero2all", *words, "--work", str(copy)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow  # while it loads: above; without a launcher: tests/train/test_train_exact.py
-def test_two_processes_stopped_by_sigterm_save_once_say_it_once_and_end_with_code_10(copy, tiny):
-    process = start_two(copy, tiny, "--train.steps", "100000")
-    wait_until(lambda: list_checkpoints(copy / "runs/two") or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=LONG_SECONDS)
-    assert process.returncode == 10, err
-    assert "2 x cpu" in out
-    assert err.count("SIGTERM: stopping after this step") == 1
-    assert err.count("was stopped and saved at step") == 1
-    saved = step_of(list_checkpoints(copy / "runs/two")[0])
-    assert f"saved at step {saved}." in err
-
-
-@pytest.fixture
-def adopts_orphans():
-    """Processes whose parent is killed become children of this one, which can then wait for their exit codes."""
-    set_child_subreaper = 36
-    assert ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0) == 0
-    yield
-    ctypes.CDLL(None).prctl(set_child_subreaper, 0, 0, 0, 0)
-
-
-# Importing torch starts threads on most machines; here a few are started in any case.
-WITH_THREADS = """
-import sys, threading
-for _ in range(8):
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-from zero2all.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_two_processes_whose_launcher_is_killed_save_and_end_with_code_10(copy, tiny, start, adopts_orphans):
-    words = ["train", "quickstart", *tiny, "--train.name", "two", "--parallel.processes", "2", "--work", str(copy)]
-    words += ["--train.steps", "100000", "--checkpoint.every_steps", "0"]
-    launcher = start(*words, code=WITH_THREADS)
-    metrics = copy / "runs/two/metrics/train-1.jsonl"
-    wait_until(lambda: (metrics.exists() and metrics.read_bytes().count(b"\n") > 4) or launcher.poll() is not None)
-    tasks = Path(f"/proc/{launcher.pid}/task").glob("*/children")
-    children = [int(number) for task in tasks for number in task.read_text().split()]
-    ranks = [each for each in children if b"LOCAL_RANK=" in Path(f"/proc/{each}/environ").read_bytes()]
-    launcher.signal(signal.SIGKILL)
-    launcher.wait()
-    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
-    assert codes == [10, 10], launcher.text()
-    saved = newest_checkpoint(copy / "runs/two").step
-    assert f"was stopped and saved at step {saved}." in launcher.text()
-
-
-def test_a_mistake_with_two_processes_is_said_before_either_is_started(copy, tiny, z2a):
-    ended = z2a("train", "quickstart", *tiny, "--parallel.processes", "2", "--train.steps", "-1", "--work", copy)
-    assert ended.code == 2
-    assert ended.err.count("train.steps: got -1") == 1
 
 
 # ---- anneal ---------------------------------------------------------------------------------------------------

@@ -383,7 +383,7 @@ def test_names_that_lead_outside_the_folder_are_refused(fetch, hub, folder, tmp_
 def test_a_disk_without_the_room_is_refused_before_anything_is_fetched(fetch, hub, folder, monkeypatch):
     small = shutil.disk_usage("/")._replace(free=500 * KB)
     monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: small)
-    with pytest.raises(DiskError, match=r"600\.0 KB are left to download, 500\.0 KB are free.*--to"):
+    with pytest.raises(DiskError, match=r"600\.0 KB are left to download, 500\.0 KB are free.*--out"):
         fetch()
     assert hub.content_bytes_sent == 0
     fetch(include=("en/*",))
@@ -459,7 +459,7 @@ def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys
     files = {"a.bin": noise(800 * KB, 4), "b.bin": noise(800 * KB, 5), "c.txt": b"small"}
     hub.put("me/large", files)
     hub.seconds_per_chunk = 0.05
-    words = ["me/large", "--to", folder, "--endpoint", hub.endpoint, "--connections", "3"]
+    words = ["me/large", "--out", folder, "--endpoint", hub.endpoint, "--connections", "3"]
     victim = start_z2a(*words)
     while len(counts := arrived(folder)) != 2 or min(counts) < 200 * KB or not (folder / "c.txt").exists():
         assert victim.poll() is None, victim.communicate()
@@ -489,7 +489,7 @@ def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys
 
 def test_an_interrupted_command_ends_at_once_and_says_how_to_go_on(hub, folder):
     hub.may_send.clear()
-    process = start_z2a(REPO, "--to", folder, "--endpoint", hub.endpoint)
+    process = start_z2a(REPO, "--out", folder, "--endpoint", hub.endpoint)
     while not hub.asked(BIG):
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -501,7 +501,7 @@ def test_an_interrupted_command_ends_at_once_and_says_how_to_go_on(hub, folder):
 
 
 def test_offline_mode_and_a_missing_library_are_told(hub, folder, monkeypatch, capsys):
-    words = ["corpus", "download", REPO, "--to", str(folder), "--endpoint", hub.endpoint]
+    words = ["corpus", "download", REPO, "--out", str(folder), "--endpoint", hub.endpoint]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(words) == 3
     assert "Offline mode is on" in capsys.readouterr().err
@@ -512,7 +512,7 @@ def test_offline_mode_and_a_missing_library_are_told(hub, folder, monkeypatch, c
 
 
 def test_the_dry_run_of_the_command_prints_names_and_sizes(hub, folder, capsys):
-    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--to", str(folder)]
+    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--out", str(folder)]
     assert main([*words, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "zh/part-2.parquet" in out

@@ -334,12 +334,6 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
     assert (own[0] / "corpus/report.json").read_bytes() == before
 
 
-def test_missing_data_path_is_said_before_anything_is_written(tmp_path: Path, capsys) -> None:
-    assert main(["quickstart", "--data", str(tmp_path / "nowhere"), "--work", str(tmp_path / "work")]) == 3
-    assert "does not exist" in capsys.readouterr().err
-    assert not (tmp_path / "work").exists()
-
-
 def test_a_vocabulary_of_ones_own_that_is_too_large_names_the_flag_the_quickstart_has(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("A few words, however well chosen, do not fill a large vocabulary.")
     overrides = ["--tokenizer.vocab_size", "900"]

@@ -301,7 +301,7 @@ def _cut(text: str, arguments: argparse.Namespace) -> str:
     --include* PATTERN             only files such as 'data/*.parquet', where * also matches slashes; may be repeated
         (default: all)
     --exclude* PATTERN             skip files that match this; may be repeated
-    --to DIR:outdir                folder to write to (default: raw/NAME, for models models/NAME)
+    --out DIR:outdir                folder to write to (default: raw/NAME, for models models/NAME)
     --revision REVISION =main      branch, tag or commit (default main)
     --endpoint
     --token-env VARIABLE           environment variable that holds the token; without it, mirrors get no token (default:
@@ -311,7 +311,7 @@ def _cut(text: str, arguments: argparse.Namespace) -> str:
     --update                       replace local files with the current ones of the revision
     --dry-run                      list the files and stop
 
-    z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --to raw/wiki_zh
+    z2a corpus download wikimedia/wikipedia --include '20231101.zh/*' --out raw/wiki_zh
     z2a corpus download OWNER/MODEL --type model --exclude '*.bin' --endpoint https://mirror.example
     z2a corpus download OWNER/DATASET --dry-run
 
@@ -321,7 +321,7 @@ def _download(arguments: argparse.Namespace) -> None:
     from zero2all.corpus.download.fetch import DownloadRequest, download
 
     name = arguments.repo.rstrip("/").rpartition("/")[2]
-    folder = arguments.to or Path("models" if arguments.type == "model" else "raw") / name
+    folder = arguments.out or Path("models" if arguments.type == "model" else "raw") / name
     same = ("repo", "revision", "endpoint", "token_env", "connections", "verify", "update", "dry_run")
     request = DownloadRequest(
         folder=folder,

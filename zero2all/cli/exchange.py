@@ -12,23 +12,23 @@ from zero2all.common.progress import tell
     export: write a run as a Hugging Face folder
 
     run? --work
-    --to! DIR:outdir                  folder to write, new or empty
+    --out! DIR:outdir                  folder to write, new or empty
     --step
     --dtype float32|bfloat16|float16  dtype of the weights (default: that of an imported model, else float32)
     --tokenizer/tokenizer_layout safe|compatible =safe  safe (default): text can never become a control token;
         compatible: ordinary added tokens and a chat template, for tools that render chats as text
 
-    z2a export my-run --work my-workspace --to my-model-hf
+    z2a export my-run --work my-workspace --out my-model-hf
     """)
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.exchange import export_run, require_new
     from zero2all.infer.load import load_run
 
-    require_new(arguments.to)
+    require_new(arguments.out)
     workspace = workspace_of(arguments)
     loaded = load_run(workspace, arguments.run, arguments.step)
-    export_run(loaded, workspace.tokenizer, arguments.to, arguments.dtype, arguments.tokenizer_layout)
-    tell(f"{arguments.to}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
+    export_run(loaded, workspace.tokenizer, arguments.out, arguments.dtype, arguments.tokenizer_layout)
+    tell(f"{arguments.out}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
 
 
 @verb("""

@@ -1,5 +1,4 @@
-"""`z2a launch`: start a run on many machines, or write the file with which a cluster does; `z2a supervise`: restarts,
-hang detection and pages for any program that torchrun could start."""
+"""`z2a launch`: start a run on many machines, or write the file with which a cluster does."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ share(
     --nodes! N or MIN:MAX:nodes   machines; MIN:MAX: the run goes on while at least MIN of MAX are there
     --gpus-per-node N:int>=0 =8   GPUs of each (default 8)
     --save-seconds N:int>=1 =300  time to save before the job is ended (default 300)
-    --write FILE:out              write to this file instead of the terminal
+    --out FILE:out                write to this file instead of the terminal
     """,
     "JOB",
 )
@@ -69,7 +68,7 @@ def _job(arguments: argparse.Namespace, python: str) -> tuple[Job, int]:
     --account NAME                account that pays for the job (default: Slurm's)
     --section.field
 
-    z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --write job.sh
+    z2a launch slurm z2all-1b --nodes 4 --time 24:00:00 --out job.sh
     """)
 def _slurm(arguments: argparse.Namespace) -> None:
     from zero2all.parallel.job_files import slurm_file, slurm_seconds
@@ -86,7 +85,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
         ) from None
     job, restarts = _job(arguments, sys.executable)
     asked = (arguments.time, restarts, arguments.partition, arguments.account)
-    _write(arguments.write, slurm_file(job, str(Path.cwd()), *asked), "sbatch")
+    _write(arguments.out, slurm_file(job, str(Path.cwd()), *asked), "sbatch")
 
 
 @verb("""
@@ -97,7 +96,7 @@ def _slurm(arguments: argparse.Namespace) -> None:
     --claim NAME =workspace       volume claim with the workspace, mounted at /workspace (default workspace)
     --section.field
 
-    z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --write job.yaml
+    z2a launch kubernetes z2all-1b --nodes 2 --image registry.example/zero2all --claim work --out job.yaml
     """)
 def _kubernetes(arguments: argparse.Namespace) -> None:
     from zero2all.config import find_config
@@ -108,7 +107,7 @@ def _kubernetes(arguments: argparse.Namespace) -> None:
         say(f"z2a: note: --work {work} is not in {MOUNT}, where the pods have the claim. Give its folder there.")
     if (path := Path(arguments.config)) == find_config(arguments.config):
         say(f"z2a: note: the pods read the config at {MOUNT / path}. Copy it to the claim.")
-    _write(arguments.write, text, "kubectl apply -f")
+    _write(arguments.out, text, "kubectl apply -f")
 
 
 def _write(path: Path | None, text: str, submit: str) -> None:
@@ -176,35 +175,3 @@ def _secret(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise UsageError(f"{arguments.file} cannot be made: {error.strerror or error}. Give a new file.") from error
     tell(f"wrote {arguments.file}. Copy it to every machine, and start all with: --secret-file {arguments.file}")
-
-
-@verb("""
-    supervise: run any training script under the supervisor: restarts, hangs found, a page for each failure
-
-    command+ COMMAND               the program and its arguments, after --
-    --processes N:int>=1 =1        how many to start; each gets RANK, WORLD_SIZE, …
-    --silence SECONDS:int>=1       a process hangs when it prints nothing and calls no zero2all.resilience.beat() for so
-        long
-    --restarts N:int>=0 =3         restarts in a row without progress (default: 3)
-    --folder DIR:path =supervised  where pages go (default: supervised)
-
-    z2a supervise --processes 2 --silence 300 -- python train.py --epochs 3
-    """)
-def _supervise(arguments: argparse.Namespace) -> int:
-    from shutil import which
-
-    from zero2all.parallel.launch import run_processes
-    from zero2all.resilience.config import ResilienceConfig
-    from zero2all.resilience.supervisor import Watch
-
-    if which(arguments.command[0]) is None:
-        raise UsageError(f"There is no program `{arguments.command[0]}`. Give a command, such as -- python train.py.")
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # or a script that prints would be silent
-    watch = Watch(
-        ResilienceConfig(restarts=arguments.restarts),
-        arguments.folder,
-        watches_phases=arguments.silence is None,
-        silence_seconds=arguments.silence,
-        is_foreign=True,
-    )
-    return run_processes(arguments.processes, arguments.command, watch, module=False)

@@ -48,17 +48,24 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             16 bad machine, 130 interrupted"""
 MODULES = {
     **{"help": "overview", "quickstart": "quickstart", "corpus": "corpus", "tokenizer": "tokenizer", "pack": "data"},
-    **{"data": "data", "train": "train", "launch": "launch", "supervise": "launch", "anneal": "runs", "runs": "runs"},
+    **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
     **{"chaos": "chaos", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
-    **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor", "completion": "completion"},
+    **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor"},
 }
 """The first words of the command line, in the order of the help, and the file of each: only that one is imported."""
-RUN_IMPLIED = ("eval", "chaos")
-"""`z2a eval NAME` is `z2a eval run NAME`."""
+REMOVED = {
+    "completion": language.message(
+        "`z2a completion` was removed. `z2a --help` and `z2a help VERB` show what may be typed."
+    ),
+    "supervise": language.message(
+        "`z2a supervise` was removed. For programs other than `z2a train` use torchrun --max-restarts."
+    ),
+}
+"""First words of before, and what to do now."""
+OUT_BEFORE = ("--to", "--write", "--output")
+"""What `--out` was called."""
 INTERRUPTED = 130
-LEAST_ADDRESS_SPACE_BYTES = 512 << 20
-LEAST_OPEN_FILES = 64
 DECIDED_TOGETHER = tuple(error.exit_code for error in (PreemptedError, AnomalyError, RunLockedError, LostRunError))
 """Ends of a training run that all of its processes come to at once."""
 WHOLE_SECTIONS = ("stages",)  # sections that are lists, so that they are set as a whole: --stages '[{name: …}]'
@@ -97,7 +104,6 @@ def _run(words: list[str] | None) -> tuple[int, str]:
             print_overview()
             return 0, ""
         arguments = parse(words)
-        _require_limits()
         if "run_argument" in arguments:
             from zero2all.cli.runs import fill_in_run
 
@@ -164,25 +170,6 @@ def _close_dead_streams() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _require_limits() -> None:
-    """Below these limits libraries end the process while they are loaded, before anybody could say why."""
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE_BYTES:
-        raise DiskError(
-            f"This process may use only {limit >> 20} MB of address space (`ulimit -v`), but loading "
-            f"torch takes more than {LEAST_ADDRESS_SPACE_BYTES >> 20} MB. Raise the limit, or remove it "
-            "with `ulimit -v unlimited`."
-        )
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if most != resource.RLIM_INFINITY and most < LEAST_OPEN_FILES:
-        raise DiskError(
-            f"This process may have only {most} files and connections open at a time, but needs {LEAST_OPEN_FILES} or "
-            f"more. Raise the limit with `ulimit -n 4096` (LimitNOFILE of a service)."
-        )
-
-
 def take_language(words: list[str]) -> list[str]:
     """Obey `--lang LANGUAGE`, wherever it stands, before anything is printed; returns the other words."""
     rest = list(words)
@@ -223,7 +210,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 def build_parser(words: Iterable[str] = MODULES) -> Parser:
     """The whole command line, or the verbs that begin with some words."""
     parser = Parser(prog="z2a", description="From raw text to a language model of your own.", epilog=EPILOG)
-    parser.renamed = {"goodput": "z2a perf explain"}
+    parser.renamed, parser.removed = {"goodput": "z2a perf explain"}, REMOVED
     parser.add_argument("--lang", choices=language.LANGUAGES, help="language of messages (default: your locale's)")
     about = "show the version and exit"
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
@@ -238,15 +225,18 @@ def build_parser(words: Iterable[str] = MODULES) -> Parser:
 
 
 def with_verb(words: list[str]) -> list[str]:
-    """`eval` and `eval NAME …` as `eval run …`, and `chaos PLAN …` as `chaos run PLAN …`; other command lines, and
-    `eval --help`, as they are."""
-    first = "".join(words[:1])
-    if first not in RUN_IMPLIED:
+    """`eval` and `eval NAME …` as `eval run …`, and `chaos run PLAN …`, its name of before, as `chaos PLAN …`; other
+    command lines, and `eval --help`, as they are."""
+    if words[:2] == ["chaos", "soak"]:
+        raise UsageError("`z2a chaos soak` was removed. `make soak` in a checkout of zero2all does it.")
+    if words[:2] == ["chaos", "run"]:
+        return ["chaos", *words[2:]]
+    if words[:1] != ["eval"]:
         return words
-    import_module(f"zero2all.cli.{MODULES[first]}")
-    known = {"-h", "--help", *(each.words[-1] for each in DECLARED[first] if each.handler)}
-    known |= {name for each in DECLARED[first] for name in each.renamed or ()}
-    return words if words[1:2] and words[1] in known else [first, "run", *words[1:]]
+    import_module(f"zero2all.cli.{MODULES['eval']}")
+    known = {"-h", "--help", *(each.words[-1] for each in DECLARED["eval"] if each.handler)}
+    known |= {name for each in DECLARED["eval"] for name in each.renamed or ()}
+    return words if words[1:2] and words[1] in known else ["eval", "run", *words[1:]]
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -254,6 +244,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     plain, overrides = split_overrides(words)
     plain = with_verb(plain)
     parser = build_parser(tuple(plain[:1]) if plain[:1] and plain[0] in MODULES else tuple(MODULES))
+    if plain[:1] and plain[0][0] != "-" and plain[0] not in MODULES:
+        parser.verb(plain[0])  # which says what there is instead
     verb = parser.find(plain)
     _refuse_unknown_flags(verb, plain)
     reads_config = bool(verb.get_default("reads_config"))
@@ -289,7 +281,7 @@ def _refuse_unknown_flags(verb: Parser, words: list[str]) -> None:
         flag = word.partition("=")[0]
         if not flag.startswith("--") or flag in verb.flags:
             continue
-        meant = closest(flag, verb.flags)
+        meant = "--out" if flag in OUT_BEFORE and "--out" in verb.flags else closest(flag, verb.flags)
         if meant is None and verb.get_default("reads_config"):
             from zero2all.cli.fields import field_for_flag
 

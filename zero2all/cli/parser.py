@@ -75,6 +75,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, formatter_class=HelpFormatter, allow_abbrev=False)
         self.renamed: dict[str, str] = {}
         """Verbs of before -> the command that does it now."""
+        self.removed: dict[str, str] = {}
+        """Verbs of before -> what to do instead."""
         self._negative_number_matcher = re.compile(r"-\.?\d")  # also -7B: a value, which its flag refuses
 
     @property
@@ -164,6 +166,8 @@ class Parser(argparse.ArgumentParser):
         return t(f"`{self.prog}` needs {', '.join(names)}. See `{self.prog} --help`.")
 
     def _explain_verb(self, word: str) -> str:
+        if word in self.removed:
+            return t(self.removed[word])
         if word in self.renamed:
             return t(f"`{self.prog} {word}` is now `{self.renamed[word]}`.")
         meant = closest(word, self.verbs)

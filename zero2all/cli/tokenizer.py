@@ -124,7 +124,7 @@ def _print_repairs(text: dict[str, Any]) -> None:
     --pattern NAME|REGEX   an unknown .tiktoken file: how it cuts text (qwen2, isolated-han, cl100k, o200k, or a regular
         expression)
     --special+ NAME =[]    an unknown .tiktoken file: its control tokens, the one that ends a document first
-    --to DIR:outdir        folder to write (default: the workspace's tokenizer is replaced)
+    --out DIR:outdir        folder to write (default: the workspace's tokenizer is replaced)
     --replace              replace the workspace's tokenizer even if data or runs use the old one
 
     z2a tokenizer import qwen.tiktoken --work my-workspace
@@ -149,8 +149,8 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
-    """The folder to write: --to, or the workspace's tokenizer where nothing was made with it."""
-    given: Path | None = arguments.to
+    """The folder to write: --out, or the workspace's tokenizer where nothing was made with it."""
+    given: Path | None = arguments.out
     if given is not None:
         return given
     workspace = workspace_of(arguments, create=create)
@@ -158,7 +158,7 @@ def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
     if used and not arguments.replace:
         raise UsageError(
             f"{', '.join(used)} in {workspace.root} were made with the current tokenizer and "
-            "would no longer load. Write the new one elsewhere with --to, or add --replace and make "
+            "would no longer load. Write the new one elsewhere with --out, or add --replace and make "
             "them again."
         )
     return workspace.tokenizer
@@ -173,10 +173,10 @@ def _target(arguments: argparse.Namespace, create: bool = False) -> Path:
     --pieces+ PIECE =[]        pieces (\s: space, \n: line end)
     --from-text+ FILE:path     learn pieces from these text files
     --vocab-size N:int>=1      number of token ids after learning, with --from-text
-    --to DIR:outdir            folder to write (default: the workspace's tokenizer is replaced)
+    --out DIR:outdir            folder to write (default: the workspace's tokenizer is replaced)
     --replace                  replace the workspace's tokenizer even if data or runs use the old one
 
-    z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --to larger-tokenizer
+    z2a tokenizer extend --work my-workspace --from-text field.txt --vocab-size 66000 --out larger-tokenizer
     """)
 def _extend(arguments: argparse.Namespace) -> None:
     from zero2all.tokenizer.extend import Extender, read_pieces, require_replaceable, unescaped

@@ -319,7 +319,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
             from zero2all.common.workspace import require_output
 
             require_output(path, flag, is_folder)
-            if flag in ("--json", "--write") and not path.parent.is_dir():
+            if flag == "--json" and not path.parent.is_dir():
                 raise UsageError(f"{flag} {path}: there is no folder {path.parent}. Make it first, or choose another.")
 
 

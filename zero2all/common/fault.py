@@ -17,7 +17,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -132,15 +131,6 @@ def _lose_store(_: Fault) -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def _cut_link(fault: Fault) -> None:
-    """Take a network interface down, and up again after `seconds`, by a process that outlives this one."""
-    link = ["ip", *(("-n", fault["namespace"]) if fault.get("namespace") else ()), "link", "set", fault["interface"]]
-    subprocess.run([*link, "down"], check=True)
-    if fault.get("seconds"):
-        words = ["sh", "-c", 'sleep "$1"; shift; exec "$@"', "sh", str(fault["seconds"]), *link, "up"]
-        subprocess.Popen(words, start_new_session=True)
-
-
 def _poison(fault: Fault) -> None:
     """Give every token of this rank's rows another number: sequences that no text has."""
     tokens = fault["batch"].tokens
@@ -195,7 +185,6 @@ KINDS: dict[str, Callable[[Fault], Any]] = {
     "io_error": _fail_to_write(errno.EIO),
     "flip_file": _flip_file,
     "store_lost": _lose_store,
-    "link_down": _cut_link,
     "poison_batch": _poison,
     "weight_bit": _flip_weight,
 }

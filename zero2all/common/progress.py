@@ -9,15 +9,11 @@ as the current loss.
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import Any
 
 from zero2all.common.language import padded, translate
@@ -32,7 +28,6 @@ TEXT_MARKS = "\n\t\u3000\xa0\u200c\u200d"
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 SMALLEST, LARGEST = 1e-30, 1e30
 """Products of a few such numbers are still numbers."""
-SHOW_CURSOR, HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
 
 
 class Bar:
@@ -200,35 +195,9 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
         columns = [columns[0], BarColumn(bar_width=30), *columns[1:], TextColumn("{task.fields[note]}", style="dim")]
     live = Progress(*columns, console=console, refresh_per_second=5, transient=_is_brief)
     live.start()
+    console.show_cursor()  # a process that is stopped or killed could not give it back
     try:
-        with _cursor_while_stopped():
-            yield _RichBar(live, live.add_task(padded(label, 10), total=total, completed=int(done), note=""))
+        yield _RichBar(live, live.add_task(padded(label, 10), total=total, completed=int(done), note=""))
     finally:
         with suppress(OSError):  # the terminal may be gone, and how the work ended must not depend on it
             live.stop()
-
-
-@contextmanager
-def _cursor_while_stopped() -> Iterator[None]:
-    """The bar hides the cursor: show it while Ctrl-Z holds this process. Another thread than the main one cannot."""
-    owner = os.getpid()
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        is_owner = os.getpid() == owner  # a process that was forked meanwhile draws no bar
-        with suppress(OSError):
-            os.write(2, SHOW_CURSOR if is_owner else b"")
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)  # returns when the process is continued
-        signal.signal(number, stop)
-        with suppress(OSError):
-            os.write(2, HIDE_CURSOR if is_owner else b"")
-
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGTSTP) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTSTP, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)

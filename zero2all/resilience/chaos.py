@@ -1,11 +1,9 @@
-"""Fault plans for `z2a chaos`: read and checked as people write them, made at random for a soak, and put into the form
-that `common.fault` obeys in the processes of a run."""
+"""Fault plans for `z2a chaos`: read and checked as people write them, and put into the form that `common.fault` obeys
+in the processes of a run."""
 
 from __future__ import annotations
 
 import json
-import random
-import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -23,10 +21,6 @@ from zero2all.resilience.slots import RAM_FOLDER
 SAVE_POINTS = ("file", "manifest", "rename")
 POINTS_OF = {"disk_full": SAVE_POINTS, "io_error": SAVE_POINTS, "poison_batch": ("step",), "weight_bit": ("step",)}
 """Where some faults can happen, the usual place first; the others happen anywhere, usually before a step."""
-RECOVERY_SECONDS = 45.0
-"""A soak has no fault so shortly before its end."""
-NET_ADMIN = 1 << 12
-"""The Linux capability to change network interfaces."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +42,7 @@ class PlannedFault:
     every: bool = False
     """Each time, instead of once."""
     seconds: PositiveFloat | None = None
-    """How long `slow` takes (5), or after how long the link of `link_down` comes back (never)."""
-    interface: str | None = None
-    """For `link_down`: the network interface."""
-    namespace: str | None = None
-    """For `link_down`: the network namespace in which the interface is; none: the one of the run."""
+    """How long `slow` takes (5)."""
 
     def problems(self, place: str, ranks: int, steps: int) -> list[Problem]:
         """What cannot happen in a run of so many ranks and steps."""
@@ -70,17 +60,7 @@ class PlannedFault:
             found.append(Problem(f"{place}.step", self.step, f"at most train.steps, {steps}"))
         if self.step is None and self.point is None and self.after is None:
             found.append(Problem(place, self.fault, "step, point or after: when it happens"))
-        if self.fault == "link_down" and (reason := self._why_no_link()):
-            found.append(Problem(f"{place}.interface", self.interface, reason))
         return found
-
-    def _why_no_link(self) -> str:
-        if self.namespace is None and not Path(f"/sys/class/net/{self.interface or ''}/operstate").exists():
-            return "a network interface of this machine"
-        held = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff"))
-        if shutil.which("ip") is None or not int(held.split()[1], 16) & NET_ADMIN:
-            return "the program ip and the right to change interfaces (CAP_NET_ADMIN)"
-        return ""
 
     def resolved(self, started: float, run: Path, memory: Path | None) -> dict[str, Any]:
         """As `common.fault` reads it."""
@@ -143,40 +123,3 @@ def happened(path: Path) -> dict[int, dict[str, Any]]:
         number = int(mark.name.removeprefix(f"{path.name}.").split("-")[0])
         found.setdefault(number, json.loads(mark.read_text() or "{}"))
     return found
-
-
-def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: int) -> list[PlannedFault]:
-    """Random faults, one in each interval of `every` seconds, of the kinds after which a run of the same size has the
-    same bits. All kinds come before one comes again. Damage is followed by a kill, so that the restart meets it."""
-    rng = random.Random(seed)
-    kinds: list[tuple[str, str | None]] = [("kill", point) for point in ("step", "update", "file", "rename", "delete")]
-    plain = (
-        "segfault",
-        "raise",
-        "stop",
-        "sleep",
-        "hold_gil",
-        "slow",
-        "disk_full",
-        "io_error",
-        "flip_file",
-        "store_lost",
-    )
-    kinds += [(fault, None) for fault in plain]
-    kinds += [("kill", "memory"), ("flip_memory", None)] if has_memory else []
-    left: list[tuple[str, str | None]] = []
-    faults = []
-    end = seconds - RECOVERY_SECONDS  # also of a fault that waits for a save: the last one would be that of the end
-    for number in range(int(seconds // every)):
-        left = left or rng.sample(kinds, len(kinds))
-        fault, point = left.pop()
-        # Rank 0 alone commits, deletes and serves the store.
-        rank = 0 if point in ("rename", "delete") or fault == "store_lost" else rng.randrange(ranks)
-        after = round((number + rng.uniform(0.1, 0.3)) * every, 1)  # early: in a short soak the last one can be seen
-        if after > end:
-            break
-        lasts = 3.0 if fault == "slow" else None
-        faults.append(PlannedFault(fault, rank, point=point, after=after, before=end, seconds=lasts))
-        if fault.startswith("flip_"):
-            faults.append(PlannedFault("kill", rank, after=after, before=end))
-    return faults

@@ -126,14 +126,12 @@ class Heartbeat:
         self._warm_up = WARM_UP_STEPS
 
     def beat(self, phase: str, step: int | None) -> None:
-        """Begin a phase; a step of None is the next one of a loop that only says `beat()`."""
+        """Begin a phase; a step of None is the one before."""
         now, before = time.monotonic(), self._phase
         self._learn(before, now - self._since)
         self._beats, self._phase, self._since = self._beats + 1, PHASES.index(phase), now
         if step is not None:
             self._step = step
-        elif phase == "step":
-            self._step += 1
         self._first = self._step if self._first < 0 else self._first
         HEAD.pack_into(self._memory, self._at, self._beats, self._phase, now, self._step, self._first)
 
@@ -183,7 +181,7 @@ def watch_device(unfinished: Callable[[], tuple[int, str] | None]) -> None:
     _unfinished = unfinished
 
 
-def attach(stops_with_supervisor: bool = True) -> None:
+def attach() -> None:
     """Connect this process with the supervisor that started it, if there is one. Called once, before the work."""
     global _own, _is_attached
     if _is_attached:
@@ -199,15 +197,11 @@ def attach(stops_with_supervisor: bool = True) -> None:
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
     with suppress(OSError, AttributeError):  # Linux with Yama: a process that is not our parent may read our stacks
         ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
-    threading.Thread(
-        target=_listen, args=(_own, pipe, stops_with_supervisor), name="z2a-supervisor", daemon=True
-    ).start()
+    threading.Thread(target=_listen, args=(_own, pipe), name="z2a-supervisor", daemon=True).start()
 
 
-def beat(phase: str = "step", step: int | None = None) -> None:
+def beat(phase: str, step: int | None = None) -> None:
     """Say that the work goes on, and with what. Costs two microseconds; nothing without a supervisor."""
-    if not _is_attached:
-        attach(stops_with_supervisor=False)  # another one's script: the supervisor's guard ends it
     if _own is not None:
         _own.beat(phase, step)
 
@@ -235,15 +229,14 @@ def failed(error: BaseException) -> bool:
     return _own is not None
 
 
-def _listen(own: Heartbeat, pipe: int, stops: bool) -> None:
+def _listen(own: Heartbeat, pipe: int) -> None:
     while os.read(pipe, 1):
         device = None
         with suppress(Exception):  # a GPU that has failed
             device = _unfinished() if _unfinished else None  # first: it selects the GPU for this thread
         own.write(COLLECTIVES_AT, json.dumps(_collectives()))
         own.write(DEVICE_AT, json.dumps(device))
-    if stops:
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _collectives() -> dict[str, tuple[int, int, str]]:

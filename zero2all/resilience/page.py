@@ -53,8 +53,6 @@ class Failure:
     """What the supervisor did."""
     waited_seconds: float = 0.0
     """From the last sign of life to the end of the processes."""
-    limit: str = ""
-    """Of a hang: the setting that allows more time."""
     is_sure: bool = True
     """Whether something shows that this rank began it."""
     node: str = field(default_factory=socket.gethostname)
@@ -90,7 +88,7 @@ class Failure:
         if self.kind == "hang":
             return [
                 message("Look at the stack of this rank below: it shows where it waits."),
-                message(f"If this phase may take so long, raise {self.limit}."),
+                message(f"If this phase may take so long, raise resilience.limits.{self.phase}."),
             ]
         if says_out_of_memory(first.error):
             return [

@@ -1,8 +1,5 @@
 """The ranks of one attempt as processes of this machine: start them, signal them, pass on what they print, end them.
 
-What a rank prints goes through pipes; the first one gets a terminal of its own for its bar, as large as the real one:
-the command looks like one program in the foreground.
-
 Nothing survives the supervisor: each rank stops (and saves) when its pipe closes, and a small guard process, which
 waits for the same, kills after GUARD_SECONDS what is still there: ranks that are stopped or hang. Linux's parent-death
 signal would leave no time for a save.
@@ -22,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 import tty
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +26,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from zero2all.common.progress import HIDE_CURSOR, SHOW_CURSOR
 from zero2all.resilience.heartbeat import HEARTBEAT, Slots, heartbeat_file
 from zero2all.resilience.warm import WarmRank
 
@@ -65,8 +60,6 @@ class Rank:
     pipe: int
     stacks: IO[bytes]
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    heard: float = field(default_factory=time.monotonic)
-    """When it last printed something."""
     beats: int = -1
     """At the last look."""
     ended: float = 0.0
@@ -84,8 +77,6 @@ class Ranks(list[Rank]):
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._targets: dict[int, tuple[Rank, int]] = {}
         """By the descriptor that is read here: the rank that writes into it, and where that goes."""
-        self._hides_on: int | None = None
-        """The stream on which a rank has hidden the cursor."""
         stack.callback(self.end)
 
     def start(
@@ -164,15 +155,8 @@ class Ranks(list[Rank]):
     def suspend(self) -> None:
         """Ctrl-Z: the ranks are not in the terminal's process group, so they are stopped and continued from here."""
         self._signal_groups(signal.SIGSTOP)
-        self._write_cursor(SHOW_CURSOR)
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._write_cursor(HIDE_CURSOR)
         self._signal_groups(signal.SIGCONT)
-
-    def _write_cursor(self, code: bytes) -> None:
-        """Show or hide the cursor, where a rank has hidden it for its bar."""
-        if self._hides_on is not None:
-            _write_all(self._hides_on, code)
 
     def drain(self, seconds: float) -> None:
         """Pass on what the ranks print, and keep the last lines."""
@@ -186,11 +170,7 @@ class Ranks(list[Rank]):
                 if not data:
                     self._selector.unregister(key.fd)
                     continue
-                rank.heard = time.monotonic()
                 _write_all(target, data)
-                hidden, shown = data.rfind(HIDE_CURSOR), data.rfind(SHOW_CURSOR)
-                if hidden != shown:
-                    self._hides_on = target if hidden > shown else None
                 text = data.decode(errors="replace").replace("\r", "\n")
                 if rank.lines and not rank.lines[-1].endswith("\n"):
                     text = rank.lines.pop() + text
@@ -203,8 +183,6 @@ class Ranks(list[Rank]):
         self._signal_groups(signal.SIGKILL)
         for rank in self:
             rank.process.wait()
-        self._write_cursor(SHOW_CURSOR)  # a rank that was killed could not
-        self._hides_on = None
 
 
 # ---- where they print ----

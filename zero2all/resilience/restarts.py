@@ -19,8 +19,8 @@ DISK_FULL = "disk full"
 class Restarts:
     """Counts the attempts of a run that did not make progress."""
 
-    def __init__(self, allowed: int, setting: str = "resilience.restarts") -> None:
-        self.allowed, self._setting = allowed, setting
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
         self.best_step = self._began_at_step = -1
         self._without_progress = 0
         self._last = (-1, "")
@@ -36,7 +36,7 @@ class Restarts:
         again = self._last == (step, error) and error not in ("", "hang", DISK_FULL)
         self._last = (step, error)
         if self.allowed == 0:
-            return message(f"The run was stopped: restarts are switched off ({self._setting} is 0).")
+            return message("The run was stopped: restarts are switched off (resilience.restarts is 0).")
         if again:
             return message(
                 f"The run was stopped (exit code {GAVE_UP_CODE}): the same error at the same step twice, so that "
@@ -45,7 +45,7 @@ class Restarts:
         if self._without_progress > self.allowed:
             return message(
                 f"The run was stopped (exit code {self.end_code(0)}): {self._without_progress} attempts without "
-                f"progress ({self._setting})."
+                f"progress (resilience.restarts)."
             )
         return ""
 

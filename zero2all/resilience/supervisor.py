@@ -77,10 +77,6 @@ class Watch:
     run: Path | None = None
     """Where pages go."""
     watches_phases: bool = False
-    silence_seconds: float | None = None
-    """A rank that prints nothing for so long hangs; for programs without heartbeats."""
-    is_foreign: bool = False
-    """A program that need not know us: its standard output is watched too, and it may have no heartbeats."""
     once: tuple[str, ...] = ()
     """Words of the command that are left out once training has begun (`--fresh`)."""
     preload: str = ""
@@ -127,8 +123,7 @@ class _Supervisor:
         """The ranks of this attempt; None before the first one."""
         self.resumed = 0.0
         self.attempt = 0
-        setting = "--restarts" if watch.is_foreign else "resilience.restarts"
-        self.restarts = Restarts(watch.settings.restarts, setting)
+        self.restarts = Restarts(watch.settings.restarts)
         self.seen: dict[str, tuple[int, float]] = {}
         self.warm: Warm | None = None
 
@@ -232,7 +227,7 @@ class _Supervisor:
                 self.warm = Warm(self.command, {**os.environ, **environments[0][0]}, self.watch.preload)
                 self.warm.wait(self._start_seconds(), lambda: bool(self.asked))
             command = [word for word in self.command if self.restarts.best_step < 0 or word not in self.watch.once]
-            streams = (2, 1) if self.watch.is_foreign else (2,) if self.supervises else ()
+            streams = (2,) if self.supervises else ()
             for variables, inherited in environments:
                 if self.asked:  # between two starts
                     break
@@ -364,7 +359,7 @@ class _Supervisor:
 
     def _finds_disk_full(self, code: int | None, error: str, has_stepped: bool) -> bool:
         """Whether a rank of a restart ended before its first step for want of disk space: there was enough before."""
-        is_restart = self.attempt > 1 and not has_stepped and not self.watch.is_foreign
+        is_restart = self.attempt > 1 and not has_stepped
         return is_restart and code == DiskError.exit_code and not (says_out_of_memory(error) or MANY_FILES in error)
 
     def _codes(self) -> list[int | None]:
@@ -388,19 +383,15 @@ class _Supervisor:
             if rank.process.returncode is not None:
                 continue
             beat = self.ranks.slots.beat(number)
-            silent, limit = self._silence(number, beat, now)
+            silent, limit = self._silence(beat, now)
             if limit is not None and silent > limit and rank.beats == beat.beats:
                 found.append(number)
             rank.beats = beat.beats
         return found
 
-    def _silence(self, number: int, beat: Beat, now: float) -> tuple[float, float | None]:
+    def _silence(self, beat: Beat, now: float) -> tuple[float, float | None]:
         """How long a rank is silent, and how long it may be."""
-        heard = self.ranks[number].heard
-        if self.watch.silence_seconds is not None:
-            return now - max(heard, beat.since, self.resumed), self.watch.silence_seconds
-        is_watched = self.watch.watches_phases and (beat.beats > 0 or not self.watch.is_foreign)
-        limit = phase_limit(beat, self.watch.settings.limits, self.seen) if is_watched else None
+        limit = phase_limit(beat, self.watch.settings.limits, self.seen) if self.watch.watches_phases else None
         return now - max(beat.since, self.resumed), limit
 
     # ---- failures ----
@@ -410,7 +401,7 @@ class _Supervisor:
         facts = []
         for number, rank in enumerate(self.ranks):
             beat = self.ranks.slots.beat(number)
-            silent, limit = self._silence(number, beat, now)
+            silent, limit = self._silence(beat, now)
             when, error = self.ranks.slots.error(number)
             one = RankFacts(rank.name, rank.process.pid, rank.process.returncode, beat=beat, silent_seconds=silent)
             one.limit_seconds, one.error, one.failed_at = limit, error, when or rank.ended
@@ -444,7 +435,6 @@ class _Supervisor:
         )
         text = f"{text} {evidence}".strip()
         failure = self._failure("hang", first, text, "hang", facts)
-        failure.limit = "--silence" if self.watch.is_foreign else f"resilience.limits.{first.beat.phase}"
         failure.is_sure = bool(evidence)
         self.ranks.end()
         if not self.supervises or self.asked:
@@ -502,9 +492,7 @@ class _Supervisor:
     def _gives_up(self, failure: Failure) -> str:
         """Why there is no further attempt, in words; empty: there is one."""
         began = next(facts.beat.first_step for facts in failure.ranks if facts.rank == failure.rank)
-        # A program without heartbeats: its step is not known, so two such errors may be hours apart.
-        error = "" if self.watch.is_foreign and failure.step < 0 else failure.error
-        return self.restarts.reason_to_end(failure.step, began, error)
+        return self.restarts.reason_to_end(failure.step, began, failure.error)
 
     def _tell(self, failure: Failure) -> None:
         say(f"z2a: {failure.text}")

@@ -46,7 +46,7 @@ def require_replaceable(target: Path) -> None:
         except BadInputError as error:
             raise UsageError(
                 f"{target} is not empty and is not a zero2all tokenizer folder, so it is not replaced. Give a "
-                "new folder with --to, or empty this one."
+                "new folder with --out, or empty this one."
             ) from error
 
 

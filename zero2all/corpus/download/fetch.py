@@ -96,7 +96,7 @@ def download(request: DownloadRequest, announce: Announce = lambda _: None) -> D
     home = request.folder / STATE_FOLDER
     was_there = request.folder.exists()
     home.mkdir(parents=True, exist_ok=True)
-    busy = f"Another process is downloading into {home.parent}. Wait for it, stop it, or choose another --to."
+    busy = f"Another process is downloading into {home.parent}. Wait for it, stop it, or choose another --out."
     with folder_lock(home, busy):
         try:
             return _Download(request, announce).run()
@@ -124,7 +124,7 @@ class _Download:
         if state and (state["repo"], state["type"]) != (request.repo, request.kind):
             raise UsageError(
                 f"{request.folder} holds the {state['type']} {state['repo']}; the {request.kind} "
-                f"{request.repo} would be mixed with it. Choose another folder with --to."
+                f"{request.repo} would be mixed with it. Choose another folder with --out."
             )
         commit = self._commit()
         listing = {file.name: file for file in self.hub.list_files(commit)}
@@ -170,12 +170,12 @@ class _Download:
             raise UsageError(
                 f"{self.request.folder} holds commit {old[:12]} ({self.state['revision']}) of "
                 f"{self.request.repo}, but {revision} is now {now[:12]}. Replace it with --update, or choose "
-                "another folder with --to."
+                "another folder with --out."
             )
         self.announce(
             f"{revision} has moved from {old[:12]} to {now[:12]} since this download began. The older one is "
             "kept, so that two revisions are not mixed. For the newer one add --update, or choose another "
-            "folder with --to."
+            "folder with --out."
         )
         return old
 
@@ -217,7 +217,7 @@ class _Download:
         if foreign:
             raise BadInputError(
                 f"{folder} has files that zero2all did not download and that differ from the hub: "
-                f"{_names(foreign)}. Move them away, or choose another folder with --to."
+                f"{_names(foreign)}. Move them away, or choose another folder with --out."
             )
         return missing
 
@@ -228,7 +228,7 @@ class _Download:
         if needed > free:
             raise DiskError(
                 f"Not enough disk space under {self.request.folder}: {human_bytes(needed)} are left to "
-                f"download, {human_bytes(free)} are free. Free some space, choose another disk with --to, or "
+                f"download, {human_bytes(free)} are free. Free some space, choose another disk with --out, or "
                 "fewer files with --include and --exclude."
             )
 
