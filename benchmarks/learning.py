@@ -265,7 +265,7 @@ def time_ratio(runs: list[dict[str, Any]]) -> str:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """The files as a table in Markdown."""
+    """The files as tables in Markdown."""
     del arguments
     print("| text, size | nanochat's batch | seed | nanochat | s | ours, tokens as nanochat | s | time to its loss |")
     print("|---|---|---|---|---|---|---|---|")
@@ -285,6 +285,30 @@ def show(arguments: argparse.Namespace) -> None:
                 time_ratio(runs),
             ]
             print("| " + " | ".join(cells) + " |")
+    print()
+    show_changes()
+
+
+def show_changes() -> None:
+    """What each change gave alone, from recipe_changes.json."""
+    runs = json.loads((RESULTS / "recipe_changes.json").read_text())["runs"]
+    loss = {f"{run['what']}, {run['tokens_per_step']}": run["loss"] for run in runs if run["seed"] == 1}
+    ours = [
+        ("rules of before", "rules of before: 65,536 tokens a step, whole rows", 65_536),
+        ("and rows of 512 instead of 2,048 for the first half", "short rows", 65_536),
+        ("and 32,768 tokens a step", "short rows, half the batch", 32_768),
+        ("and 1.4 times the rate of the matrices", "short rows, half the batch, matrix rate x 1.4", 32_768),
+    ]
+    parts = [("nanochat, 65,536 tokens a step", "nanochat", 65_536)]
+    parts += [(f"without {part}", f"nanochat without {part}", 65_536) for part in PARTS[1:]]
+    print("| | loss | change |")
+    print("|---|---|---|")
+    for rows, follows in ((ours, True), (parts, False)):
+        before = loss[f"{rows[0][1]}, {rows[0][2]}"]
+        for words, what, batch in rows:
+            now = loss[f"{what}, {batch}"]
+            print(f"| {words} | {now:.4f} | {f'{now - before:+.4f}' if now != before else ''} |")
+            before = now if follows else before
 
 
 def ours(

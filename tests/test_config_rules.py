@@ -33,15 +33,16 @@ def problem_of(path, *words) -> str:
 
 def test_a_small_model_and_few_tokens_by_hand(tmp_path):
     config = load_config(write(tmp_path))
-    # B = 2^18 / 100^0.383 = 44,929, nearest power 2^15; s = 1 / 4; (1.3e9 / 13e6)^0.25 = sqrt(10), at most 3; w = 2
-    assert config.train == TrainConfig(steps=396, tokens=13_000_000, tokens_per_step=32768)
-    lr = 0.02 / 4 * 3
+    # B = 2^18 / 100^0.571 = 18,900, nearest power 2^14; s = sqrt(1 / 32); (1.3e9 / 13e6)^(1/3) = 4.6, at most 4; w = 2
+    assert config.train == TrainConfig(steps=793, tokens=13_000_000, tokens_per_step=16384)
+    s = math.sqrt(1 / 32)
+    lr = 0.02 * s * 4
     assert config.optim == OptimConfig(
         kind="muon",
         lr_max=pytest.approx(lr, rel=1e-3),
         lr_multipliers={
-            "embedding": pytest.approx(0.3 / 4 * 2 / lr, rel=1e-3),
-            "head": pytest.approx(0.008 / 4 * 2 / lr, rel=1e-3),
+            "embedding": pytest.approx(0.3 * s * 2 / lr, rel=1e-3),
+            "head": pytest.approx(0.008 * s * 2 / lr, rel=1e-3),
             "norm": pytest.approx(0.005 / lr, rel=1e-3),
             "bias": pytest.approx(0.005 / lr, rel=1e-3),
         },
@@ -49,11 +50,11 @@ def test_a_small_model_and_few_tokens_by_hand(tmp_path):
         beta2=0.96,
         embedding_beta2=0.995,
         eps=1e-10,
-        weight_decay=pytest.approx(1 / (0.07 * lr * 396), rel=1e-3),
+        weight_decay=pytest.approx(1 / (0.07 * lr * 793), rel=1e-3),
         decay_embeddings=False,
         decay_schedule="cosine",
     )
-    shape = ScheduleConfig("wsd", warmup_steps=19, min_lr_ratio=0.05, decay_share=0.65, decay_shape="linear")
+    shape = ScheduleConfig("wsd", warmup_steps=39, min_lr_ratio=0.05, decay_share=0.65, decay_shape="linear")
     assert config.schedule == shape
 
 
@@ -75,7 +76,7 @@ def test_a_run_of_few_steps_remembers_at_least_20_of_them(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "seq_len", "wanted"), [("1K", 128, 2**13), ("10T", 128, 2**21), ("13M", 3000, 33000)]
+    ("tokens", "seq_len", "wanted"), [("1K", 128, 2**13), ("10T", 128, 2**21), ("13M", 3000, 15000)]
 )
 def test_the_batch_has_bounds_and_whole_rows(tokens, seq_len, wanted, tmp_path):
     path = write(tmp_path, model={"max_seq_len": 4096}, data={"seq_len": seq_len}, train={"tokens": tokens})
@@ -85,10 +86,10 @@ def test_the_batch_has_bounds_and_whole_rows(tokens, seq_len, wanted, tmp_path):
 
 
 def test_steps_alone_are_a_budget_too(tmp_path):
-    """The batch solves B = 2^18 (steps B / 1.3e9)^0.383."""
+    """The batch solves B = 2^18 (steps B / 1.3e9)^0.571."""
     config = load_config(write(tmp_path), ["--train.steps", "600"])  # instead of the file's tokens
-    assert (config.train.steps, config.train.tokens, config.train.tokens_per_step) == (600, None, 2**16)
-    by_tokens = load_config(write(tmp_path), ["--train.tokens", str(600 * 2**16)])
+    assert (config.train.steps, config.train.tokens, config.train.tokens_per_step) == (600, None, 2**14)
+    by_tokens = load_config(write(tmp_path), ["--train.tokens", str(600 * 2**14)])
     assert by_tokens.optim == config.optim
 
 
@@ -116,15 +117,46 @@ def test_a_tied_table_takes_the_rate_of_a_head_and_routers_that_of_norms(tmp_pat
     moe = {"experts": 4, "expert_size": 64}
     optim = load_config(write(tmp_path, model={"tied_embeddings": True, "moe": moe})).optim
     assert optim.lr_multipliers.keys() == {"embedding", "norm", "bias", "router"}
-    assert optim.lr_multipliers["embedding"] * optim.lr_max == pytest.approx(0.008 / 4 * 2, rel=1e-3)
+    assert optim.lr_multipliers["embedding"] * optim.lr_max == pytest.approx(0.008 / math.sqrt(32) * 2, rel=1e-3)
     assert optim.lr_multipliers["router"] == optim.lr_multipliers["norm"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "short"),
+    [
+        ({"data": {"seq_len": 2048}}, 256),
+        ({"data": {"seq_len": 4096}}, 512),  # an eighth
+        ({"data": {"seq_len": 512}}, 256),  # at least 256
+        ({"data": {"seq_len": 256}}, None),
+        ({"data": {"seq_len": 600}}, None),  # not a whole number of short rows
+        ({"data": {"seq_len": 2048, "packing": "best_fit"}}, None),  # rows that hold whole conversations
+        ({"data": {"seq_len": 2048}, "stages": []}, None),  # the user's own
+    ],
+)
+def test_a_run_begins_with_short_rows_where_rows_are_text(tmp_path, changes, short):
+    changes = {"model": {"max_seq_len": 4096}, "train": {"tokens": "130M"}, **changes}
+    path = write(tmp_path, **{name: value for name, value in changes.items() if name != "stages"})
+    if "stages" in changes:
+        path.write_text(path.read_text() + "stages: []\n")
+    config = load_config(path)
+    found = [(stage.from_step, stage.seq_len) for stage in config.stages]
+    assert found == ([] if short is None else [(0, short), (config.train.steps // 2, config.data.seq_len)])
+
+
+def test_a_run_that_goes_on_keeps_its_stages(tmp_path):
+    path = write(tmp_path, data={"seq_len": 2048}, model={"max_seq_len": 2048}, train={"tokens": "130M"})
+    saved = load_config(path)
+    config, filled = load_with_rules(path, ["--train.tokens", "260M"], saved=saved)
+    assert (config.stages, config.train.tokens) == (saved.stages, 260_000_000)
+    assert "stages" not in {each.name for each in filled}
+
+
 def test_every_computed_value_is_printed_with_its_rule_and_loads_back(tmp_path):
-    config, filled = load_with_rules(write(tmp_path))
-    assert {each.name for each in filled} == {*RULED, "train.steps"}
+    sections = {"data": {"seq_len": 2048}, "model": {"max_seq_len": 2048}, "train": {"tokens": "130M"}}
+    config, filled = load_with_rules(write(tmp_path, **sections))
+    assert {each.name for each in filled} == {*RULED, "train.steps", "stages"}
     text = config_yaml(config, filled=filled)
-    assert f"  lr_max: {config.optim.lr_max}  # rule: 0.02 sqrt(B/2^19) (1.3e9/D)^0.25, the last from 1 to 3\n" in text
+    assert f"  lr_max: {config.optim.lr_max}  # rule: 0.02 sqrt(B/2^19) (1.3e9/D)^(1/3), the last from 1 to 4\n" in text
     assert text.count("  # rule: ") == len(filled)
     (tmp_path / "printed.yaml").write_text(text)
     assert load_with_rules(tmp_path / "printed.yaml") == (config, [])
@@ -153,13 +185,13 @@ def test_without_a_budget_one_message_says_what_to_set(tmp_path):
 
 
 def test_steps_and_tokens_that_disagree_are_refused_and_the_command_line_replaces_the_file(tmp_path):
-    path = write(tmp_path, train={"steps": 396})
-    assert load_config(path).train.steps == 396
-    assert problem_of(path, "--train.tokens_per_step", "65536").startswith("train.steps: got 396, expected 198 (train")
-    assert load_config(path, ["--train.tokens", "14M"]).train.steps == 427
+    path = write(tmp_path, train={"steps": 793})
+    assert load_config(path).train.steps == 793
+    assert problem_of(path, "--train.tokens_per_step", "65536").startswith("train.steps: got 793, expected 198 (train")
+    assert load_config(path, ["--train.tokens", "14M"]).train.steps == 854
     assert load_config(path, ["--train.steps=99"]).train.tokens is None
     without = load_config(path, ["--train.tokens=null", "--train.tokens_per_step=32768"]).train
-    assert (without.steps, without.tokens) == (396, None)
+    assert (without.steps, without.tokens) == (793, None)
     assert problem_of(path, "--train.tokens", "40Q") == (
         "train.tokens: got '40Q', expected a whole number at least 1, such as 40M or 2B or null."
     )
