@@ -81,7 +81,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "only-flash": {**NAIVE, **FLASH},
     "flash-ce-adamw": {**NAIVE, **FLASH_CE_ADAMW},
     "fp8": {"ops.linear": "fp8"},
-    "liger": dict.fromkeys(("ops.rope", "ops.rms_norm", "ops.swiglu", "ops.linear_cross_entropy"), "liger"),
     "own-kernels": {
         "ops.attention": "sdpa_cudnn",
         **dict.fromkeys(("ops.rope", "ops.swiglu", "ops.linear_cross_entropy"), "triton"),
@@ -92,7 +91,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "recompute-selective": {"train.recompute": "selective"},
     "recompute-full": {"train.recompute": "full"},
     "recompute-groups": {"train.recompute": "groups", "train.recompute_every": 4},
-    "swap": {"train.recompute": "swap"},
     "adamw-8bit": {"optim.kind": "adamw_8bit"},
     "adamw-bf16": {"optim.kind": "adamw_bf16"},
     "muon": {"optim.kind": "muon"},

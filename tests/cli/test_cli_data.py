@@ -73,17 +73,3 @@ def test_data_goes_out_and_comes_in(work, folder, z2a):
     assert "channel x" in ended.out
     assert z2a("data", "import", "again", "--from", "megatron", "--work", work).code == 2
     assert z2a("data", "export", "nothing", "--to", "numpy", "--out", folder / "out", "--work", work).code == 2
-
-
-def test_the_loader_is_measured_over_packed_data(work, z2a, monkeypatch):
-    from zero2all.measure.bench import copies
-
-    monkeypatch.setattr(copies, "CASES", {name: copies.CASES[name] for name in ("1 thread", "2 threads")})
-    words = ("--data.seq_len", "32", "--work", work, "--seconds", "0.05", "--device", "cpu")
-    ended = z2a("perf", "bench", "dataloader", *words, "--json", "-")
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
-    assert [row["what"] for row in found["rows"]] == ["1 thread", "2 threads"]
-    assert all(row["rate"] > 0 and row["unit"] == "M tokens/s" for row in found["rows"])
-    assert "One reading thread" in found["advice"][0]
-    assert "1 thread" in z2a("perf", "bench", "dataloader", *words).out

@@ -51,7 +51,7 @@ def test_a_run_that_goes_on_keeps_what_rules_gave_it_when_it_began(copy, tiny, z
     words = ("train", "quickstart", *tiny, *rules, "--train.name", "ruled", "--work", copy)
     ended = z2a(*words)
     assert ended.code == 0, ended.err
-    assert "z2a: values from rules: optim.lr_max 0.0009375, optim.lr_multipliers, optim.weight_decay 53.33" in ended.err
+    assert "z2a: values from rules: optim.lr_max 0.00125, optim.lr_multipliers, optim.weight_decay 40.0" in ended.err
     began = load_config(copy / "runs/ruled")
     ended = z2a(*words, "--train.steps", "8")
     assert ended.code == 2

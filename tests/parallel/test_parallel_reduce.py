@@ -35,10 +35,10 @@ class Link:
         self.events.append("waited")
 
 
-def make(link, overlaps=True):
+def make(link, overlaps=True, compress="none"):
     model = Z2all(MODEL, resolve(OpsConfig(), "cpu"))
     init_weights(model, 1)
-    parallel = ParallelConfig(bucket_mb=0.008, overlap=overlaps)
+    parallel = ParallelConfig(bucket_mb=0.008, overlap=overlaps, compress=compress)
     weights = FlatWeights(model, torch.float32, mesh=TWO, parallel=parallel)
     model.embedding.weight.register_hook(lambda _gradient: link.events.append("embedding"))  # before it is added
     return model, weights
@@ -103,7 +103,7 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(monkeypatch):
 
 def test_compressed_gradients_are_sums_of_rounded_values(monkeypatch):
     link = Link(monkeypatch)
-    model, weights = make(link, in_bfloat16=True)
+    model, weights = make(link, compress="bf16")
     run_pass(model, weights, is_last=True)
     assert {values.dtype for values, _ in link.sent} == {torch.bfloat16}
     exact, plain = make(link)

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from tests.train.checkpoints.conftest import set_value
-from tests.train.ranks import Launch, RankStarter
+from tests.train.ranks import CODE, Launch, RankStarter
 from zero2all.common.errors import AnomalyError, LostRunError
 from zero2all.common.workspace import Workspace
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import verified_checkpoint
+from zero2all.train.checkpoints.retention import pins
 
 NO_DROPOUT = {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
 STEPS, STEP_TOKENS = 16, 160
@@ -111,6 +112,41 @@ def test_processes_that_lost_their_run_end_with_code_14_and_change_nothing_of_it
     assert "z2a: The run lost has lost its lock" in said
     assert "Traceback" not in launch.text()
     assert steps_in(lab.run("lost")) == [12, 16]
+
+
+STOPPED_BEFORE_GOING_BACK = f"""
+import os, signal
+from zero2all.train.checkpoints.store import CheckpointStore
+
+go_back_to = CheckpointStore.go_back_to
+
+def stop_first(store, *arguments):
+    store.wait()  # so that there is a newer checkpoint than the one to go back to
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return go_back_to(store, *arguments)
+
+CheckpointStore.go_back_to = stop_first
+{CODE}
+"""
+SPIKES = {
+    "spike_window_steps": 8,
+    "spike_min_steps": 8,
+    "spike_sigmas": 2.0,
+    "spike_mads": 3.0,
+    "rollback_after_spikes": 1,
+    "rollback_margin_steps": 2,
+    "skip_steps_after": 1,
+}
+
+
+def test_a_process_that_lost_its_run_while_going_back_leaves_the_new_checkpoints_where_they_are(ranks, lab, config):
+    settings, garbled = chaos_config(config, "back", SPIKES), (12 * STEP_TOKENS,)
+    launch = ranks(settings, garbled=garbled, code=STOPPED_BEFORE_GOING_BACK)
+    ended, left = taken_over(launch, lab.run("back"), lambda: ranks.finished(settings, garbled=garbled))
+    assert ended == [LostRunError.exit_code], launch.text()
+    assert is_left_as_it_was(lab.run("back"), left)
+    assert steps_in(lab.run("back")) == [8, 12, 16]
+    assert list(pins(lab.run("back"))) == [8]
 
 
 # ---- weights and moments that are not finite ----

@@ -6,6 +6,7 @@ Bit for bit where nothing but time was lost; to the last digits of float64 where
 from __future__ import annotations
 
 import math
+import random
 import shutil
 import signal
 from dataclasses import dataclass
@@ -419,3 +420,33 @@ def test_positions_changed_by_a_stage_survive_a_resume(work, config, after_step)
     after_step(0, crash)
     train(settings(change), work, say=quiet)
     assert bits(run, 8) == wanted
+
+
+@pytest.mark.slow  # test_train_resume.py kills a shorter one
+def test_a_run_of_60_steps_killed_five_times_ends_with_the_bits_of_the_run_left_alone(ranks, lab, config):
+    def settings(name):
+        length = {"name": name, "steps": 60}
+        return config(train=length, checkpoint={"every_steps": 4}, eval={"every_steps": 25})
+
+    ranks.finished(settings("left alone"))
+    rng = random.Random(7)
+    for attempt in range(5):
+        # Somewhere in every sixth of the run, at no particular point of a step or a save.
+        moment = (10 * attempt + rng.randint(5, 12), signal.SIGKILL, rng.uniform(0, 0.05))
+        launch = ranks(settings("killed"), signals={0: moment})
+        assert launch.wait() == [-signal.SIGKILL], launch.text()
+    last = ranks.finished(settings("killed"))
+    assert last.steps()[0].step > 40  # it did go on, and did not start over
+    assert bits(lab.run("killed"), 60) == bits(lab.run("left alone"), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)], ids=["dies", "hangs"])
+def test_a_stage_that_is_gone_ends_the_others_in_time(ranks, config, victim, number):
+    settings = spread_config(config, f"lost stage {victim}", zero=0, layers=2, pipeline=2, timeout_seconds=8.0)
+    launch = ranks(settings, 2, signals={victim: (6, number, 0.0)})
+    other = launch.trainers[1 - victim]
+    other.wait_until(lambda: len(launch.steps(victim)) >= 6)
+    assert other.wait() == PeerFailureError.exit_code, launch.text()
+    assert "run the same command again" in other.text()
+    launch.trainers[victim].signal(signal.SIGKILL)

@@ -579,3 +579,46 @@ def test_guards_of_a_run_stopped_where_a_stage_begins_know_what_those_of_the_one
     alone, stopped = (newest_checkpoint(work.run(name)).record["guards"] for name in ("alone", "stopped"))
     assert len(alone["detector"]["losses"]) == 4
     assert stopped == alone
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_a_rollback_to_a_checkpoint_that_rots_meanwhile_moves_nothing_and_says_what_to_do(
+    poisoned, right_before, start, tmp_path
+):
+    work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
+    path.write_text(config_yaml(settings(guards=GUARDS)))
+    shutil.copytree(right_before.runs, work.runs)
+    killed = start("train", path, "--work", work.root, "decided", code=KILL)
+    assert killed.wait() == -9, killed.text()
+    set_value(work.run("run"), 100, "model-00000-00000.safetensors", "norm.weight", 1.0, seals=False)
+    again = start("train", path, "--work", work.root)
+    assert again.wait() == 3, again.text()
+    assert "was going back to the checkpoint of step 100, which is damaged or missing" in again.text()
+    assert [step_of(folder) for folder in list_checkpoints(work.run("run"))] == [120]
+
+
+def test_with_stop_the_command_ends_with_code_12_and_names_its_page(work, not_finite, tmp_path, capsys):
+    not_finite(6)
+    assert command(work, tmp_path, settings(**SHORT, guards={"nonfinite": "stop"})) == 12
+    run, message = work.run("run"), capsys.readouterr().err
+    assert str(run / "incidents/6-nonfinite.html") in message
+    assert "Traceback" not in message
+    incident = page(run, "6-nonfinite")
+    assert incident["action"] == "stop"
+    assert incident["samples"][0]["documents"][0]["text"]
+    assert step_of(list_checkpoints(run)[0]) == 4
+
+
+@pytest.mark.slow
+def test_a_run_that_has_to_go_back_again_and_again_stops(work):
+    """All text from some step on is noise: no window to leave out helps."""
+    guards = {"spike_window_steps": 24, "spike_min_steps": 16, "skip_steps_after": 2, "max_rollbacks": 2}
+    config = settings(train={"steps": 70}, checkpoint={"every_steps": 10, "keep_last": 3}, guards=guards)
+    poison_steps(work, config, 41, 30)
+    with pytest.raises(AnomalyError, match="gone back 2 times") as caught:
+        trained(config, work)
+    assert caught.value.exit_code == 12
+    run = work.run("run")
+    assert [event.data["to_step"] for event in events(run, "rollback")] == [30, 20], "one further each time"
+    last = max((run / "incidents").glob("*-loss_spike.json"), key=lambda path: int(path.name.split("-")[0]))
+    assert json.loads(last.read_text())["action"] == "stop"

@@ -166,6 +166,8 @@ def spoil(shard: Path) -> bytes:
         (1, "clean", False),
         (1, "nothing", True),
         (1, "damaged", False),
+        pytest.param(2, "clean", False, marks=pytest.mark.slow),
+        pytest.param(1, "nothing", False, marks=pytest.mark.slow),
     ],
 )
 def test_what_was_trained_on_a_damaged_shard_comes_back_from_nowhere(
@@ -213,6 +215,36 @@ def test_the_checkpoint_before_a_damaged_shard_was_read_stays_until_the_check_ha
     assert "back behind step 7" in again.text()
     assert last_bits(lab.run("run")) == last_bits(lab.run("whole"))
     assert [step_of(folder) for folder in list_checkpoints(lab.run("run"))] == [STEPS, STEPS - 1]
+
+
+def test_damage_that_is_found_by_reading_it_is_left_as_that_which_the_check_finds(ranks, lab, config, ram):
+    """The run trains on a damaged shard; after three steps there are ids in it that no token has."""
+    chosen = settings(config, ram, "run", checkpoint={"every_steps": 0})
+    ranks.finished(replace(chosen, train=replace(chosen.train, name="whole")))
+    shard = lab.packed / "en/train/tokens-00000.bin"
+    good = spoil(shard)
+    worse = f"""
+        if record.exists() and record.read_text().count("\\n") >= 3:
+            with open({str(shard)!r}, "r+b") as file:
+                file.write(b"\\xff" * {len(good)})
+        time.sleep(0.005)"""
+    stopped = ranks(chosen, code=LATE_CHECK.replace("< 7", "< 99").replace("\n        time.sleep(0.005)", worse))
+    assert stopped.wait() == [3], stopped.text()
+    assert "A file was damaged or changed after packing" in stopped.text()
+    assert len(stopped.steps()) >= 3
+    shard.write_bytes(good)
+    again = ranks.finished(chosen)
+    assert "from memory" not in again.text()
+    assert last_bits(lab.run("run")) == last_bits(lab.run("whole"))
+
+
+def test_a_run_that_ends_before_its_shards_were_checked_says_so(ranks, lab, config, ram):
+    spoil(lab.packed / "en/train/tokens-00000.bin")
+    late = LATE_CHECK.replace("< 7", "< 99").replace("KILLED = False", "shard_check.FINISH_SECONDS = KILLED = 0.0")
+    late = late.replace("return None", "raise verify.ReadersEndedError")
+    assert (
+        "ends before all of its shards were checked" in ranks.finished(settings(config, ram, "run"), code=late).text()
+    )
 
 
 def test_checkpoints_that_were_all_trained_on_a_damaged_shard_are_taken_only_when_a_person_says_so(
@@ -270,6 +302,22 @@ def test_without_room_the_disk_is_used_and_the_start_says_so(ranks, lab, config,
         subprocess.run(["umount", str(small)], check=True)
     assert "no checkpoints in memory" in text
     assert "are free there" in text
+
+
+def test_without_a_ram_file_system_the_disk_is_used_and_the_start_says_so(ranks, lab, config, ram):
+    text = ranks.finished(settings(config, ram / "none", "run")).text()
+    assert f"no checkpoints in memory: there is no folder {ram}/none. A restart continues from the disk." in text
+
+
+def test_replicas_that_differ_are_found_at_the_next_check(ranks, lab, config, ram):
+    chosen = settings(config, ram, "run", every=0, resilience={"replica_check_every_steps": 2})
+    launch = ranks(chosen, 2, spoiled={1: 7})
+    assert launch.wait() == [12, 12], launch.text()
+    assert "The replicas of ranks 0 and 1 differ" in launch.text()
+    assert max(record.step for record in launch.steps()) == 8
+    again = ranks.finished(chosen, 2)
+    assert "step 8 was computed again: rank 1 had other bits before, so it was wrong then" in again.text()
+    assert not (lab.run("run") / "replicas.json").exists()
 
 
 def test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named(ranks, lab, config, ram):

@@ -5,22 +5,34 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.processes import Z2A
+from zero2all.common.workspace import Workspace
+from zero2all.config import config_yaml
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 
 STEPS = 24
 LENGTH = {"train": {"steps": STEPS}, "checkpoint": {"every_steps": 3}, "eval": {"every_steps": 8}}
+FILES = ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json")
 NO_DROPOUT = {"model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}}
 
 
 def train_words(config_file: Path, work, name: str) -> list[object]:
     return ["train", config_file, "--work", work.root, "--train.name", name]
+
+
+def rows_in(run: Path, attempt: int) -> int:
+    path = run / "metrics" / f"train-{attempt}.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def signalled(step: int, number: int, after: float = 0.0) -> str:
@@ -56,6 +68,31 @@ def left_alone(alone, start, work):
         return alone[kind]
 
     return bits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def killed_command(shared_work, config, tmp_path_factory):
+    """`python -m zero2all train`, killed and run again; beside the other tests, because it imports torch twice."""
+    root = tmp_path_factory.mktemp("command")
+    work = Workspace(root / "work")
+    shutil.copytree(shared_work.root, work.root)
+    (root / "config.yaml").write_text(config_yaml(config(**LENGTH)))
+    command = [sys.executable, "-m", "zero2all", *map(str, train_words(root / "config.yaml", work, "command"))]
+    run = work.run("command")
+
+    def kill_and_run_again():
+        for _ in range(5):
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                while not list_checkpoints(run) and process.poll() is None:
+                    time.sleep(0.002)
+                process.kill()
+            if newest_checkpoint(run).step < STEPS:
+                break
+            shutil.rmtree(run)  # this process was held up, and the kill came after the last step
+        return run, subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(kill_and_run_again).result
 
 
 def test_a_run_killed_at_random_points_equals_the_run_left_alone(start, work, config_file, left_alone):
@@ -107,6 +144,20 @@ def test_a_run_asked_to_stop_without_saving_does_not_save(start, work, config_fi
     assert list_checkpoints(work.run("stopped")) == []
 
 
+def test_a_second_process_on_the_same_run_is_refused_and_a_dead_one_holds_nothing(start, work, config_file):
+    path = config_file(train={"steps": 100_000}, checkpoint={"every_steps": 50})
+    first = start(*train_words(path, work, "shared"))
+    first.wait_until(lambda: rows_in(work.run("shared"), 1) >= 2)
+    second = start(*train_words(path, work, "shared"))
+    assert second.wait() == 13
+    assert f"process {first.pid} on " in second.text()
+    assert first.poll() is None
+    first.signal(signal.SIGKILL)
+    first.wait()
+    third = start(*train_words(path, work, "shared"))
+    third.wait_until(lambda: rows_in(work.run("shared"), 2) >= 2)
+
+
 # The limit holds the optimizer's file back, not the weights': the save fails in its middle.
 SMALL_FILES = """
 import resource, sys
@@ -149,6 +200,21 @@ sys.exit(main())
     path = config_file(**LENGTH)
     start(*train_words(path, work, "hangup"), code=code).wait()
     assert newest_checkpoint(work.run("hangup")).step == STEPS
+
+
+def test_changed_settings_stop_the_command_with_code_2(start, work, config_file):
+    words = train_words(config_file(train={"steps": 3}), work, "changed")
+    assert start(*words).wait() == 0
+    refused = start(*words, "--optim.lr_max", "0.5")
+    assert refused.wait() == 2
+    assert "optim.lr_max: 0.01 -> 0.5" in refused.text()
+    assert start(*words, "--optim.lr_max", "0.5", "--accept-changes").wait() == 0
+    assert start(*words, "--optim.lr_max", "0.7", "--fresh").wait() == 0
+    shutil.rmtree(work.run("changed") / "checkpoints/step-00000003")
+    (work.run("changed") / "checkpoints/step-00000003").mkdir()
+    damaged = start(*words, "--optim.lr_max", "0.7")
+    assert damaged.wait() == 3
+    assert "No checkpoint of" in damaged.text()
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over_without_asking(start, work, config_file):
@@ -196,3 +262,13 @@ def test_a_run_whose_folder_is_removed_says_so_and_promises_nothing(start, work,
     assert removed.wait() == 14, removed.text()
     assert f"The folder of the run, {work.run('removed')}, is gone, and its checkpoints with it." in removed.text()
     assert "newest checkpoint" not in removed.text()
+
+
+def test_the_command_itself_killed_and_run_again_equals_the_run_left_alone(
+    killed_command, work, config_file, left_alone
+):
+    run, done = killed_command()
+    assert done.returncode == 0, done.stderr
+    assert "resumed command at step" in done.stdout
+    assert f"command: step {STEPS}, {STEPS * 128:,} tokens" in done.stdout
+    assert final(run) == left_alone(config_file(**LENGTH), "dropout True")

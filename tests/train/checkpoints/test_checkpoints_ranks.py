@@ -106,6 +106,25 @@ def test_what_two_ranks_saved_comes_back_bit_for_bit_at_one_two_and_three(saved_
         assert all(torch.equal(tensors[name], truth[prefix + name]) for name in tensors)
 
 
+COPIES = """
+tensors = {f"model/{n}": torch.full((50,), float(n)) for n in range(8)}
+own = {f"rng/rank{rank}": torch.tensor([rank])}
+store = CheckpointStore(run, dist.group.WORLD)
+assert store.save(1, Snapshot(parts({**tensors, **own})), {}, wait=True).result.problem is None
+found = store.at(1)
+found.load_into(parts(own))  # the other rank has the rest of the group
+print(sorted(path.name for path in found.folder.iterdir()))
+print(sum(path.stat().st_size for path in found.folder.glob("model-*")))
+"""
+
+
+def test_equal_copies_are_written_once_and_the_work_is_shared(ranks, tmp_path):
+    names, size = ranks(2, tmp_path / "run", COPIES)[0].splitlines()
+    for name in ("model-00000-00000", "model-00001-00000", "rng-00000-00000", "rng-00001-00000"):
+        assert f"{name}.safetensors" in names
+    assert 8 * 50 * 4 < int(size) < 2 * 8 * 50 * 4
+
+
 FAILING = """
 import errno
 from zero2all.train.checkpoints import commit
@@ -200,6 +219,31 @@ def test_all_ranks_fall_back_to_the_same_checkpoint_whoever_finds_the_damage(run
     assert (run / "checkpoints/withdrawn/step-00000010.txt").read_text() == "rolled back\n"
     with pytest.raises(BadInputError, match="damaged and moved away before"):
         newest_checkpoint(run)
+
+
+TWO_WAYS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+mesh = init_device_mesh("cpu", (2, 2))
+matrix = torch.arange(35.0).view(5, 7)
+tensors = {
+    "model/replicated_and_sharded": distribute_tensor(matrix, mesh, [Replicate(), Shard(0)]),
+    "model/rows_and_columns": distribute_tensor(matrix, mesh, [Shard(0), Shard(1)]),
+}
+store = CheckpointStore(run, dist.group.WORLD)
+assert store.save(1, Snapshot(parts(tensors)), {}, wait=True).result.problem is None
+"""
+
+
+def test_tensors_spread_over_a_mesh_of_two_dimensions_come_back_whole(ranks, tmp_path):
+    ranks(4, tmp_path / "run", TWO_WAYS)
+    found = newest_checkpoint(tmp_path / "run")
+    assert {name: len(entry.boxes) for name, entry in found.index.items()} == {
+        "model/replicated_and_sharded": 2,
+        "model/rows_and_columns": 4,
+    }
+    for tensor in found.tensors("model/").values():
+        assert torch.equal(tensor, torch.arange(35.0).view(5, 7))
 
 
 DIFFERENT = """

@@ -152,12 +152,24 @@ def test_what_was_saved_in_doubt_is_good_once_the_run_saves_without_doubt_so_muc
     assert steps_of(saved) == [78, 70]
 
 
+def test_of_the_newest_no_step_was_computed_so_a_good_one_before_it_stays(saved, tensors_of):
+    save(saved, tensors_of, 61, "unproven")
+    save(saved, tensors_of, 62)
+    assert steps_of(saved) == [62, 61, 60]
+
+
 def test_nothing_is_deleted_once_the_run_is_lost(saved):
     def fence():
         raise LostRunError("taken over")
 
     with pytest.raises(LostRunError):
         prune(saved, Retention(), Verified(), fence)
+    assert len(steps_of(saved)) == 6
+
+
+def test_nothing_is_deleted_when_fewer_than_two_are_whole(saved):
+    spoil(saved, 10, 20, 30, 40, 50)
+    assert prune(saved, Retention(keep_last=2), Verified()) == []
     assert len(steps_of(saved)) == 6
 
 
@@ -182,6 +194,22 @@ def test_when_the_pins_cannot_be_read_nothing_is_deleted_and_the_save_still_coun
     assert result.folder.is_dir()
     assert "pins.json" in result.notes[0]
     assert len(steps_of(saved)) == 7
+
+
+def test_a_store_deletes_after_a_commit_and_says_what(tmp_path, tensors_of):
+    store = CheckpointStore(tmp_path, retention=Retention(keep_last=2, keep_every_steps=30))
+    deleted = [
+        store.save(step, Snapshot.of_tensors(tensors_of(step)), {}, wait=True).result.deleted_steps
+        for step in range(10, 70, 10)
+    ]
+    store.close()
+    assert deleted == [[], [], [10], [20], [], [40]]
+    assert steps_of(tmp_path) == [60, 50, 30]
+
+
+def test_fewer_than_two_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="at least 2 checkpoints must stay"):
+        Retention(keep_last=1)
 
 
 def test_the_disk_space_of_a_whole_run_can_be_told_before_it():

@@ -194,6 +194,20 @@ def test_or_is_left_out_and_says_so(open_store, tensors_of):
     assert first.folder().is_dir()
 
 
+def test_host_memory_is_taken_once_and_again_only_for_other_tensors(open_store, tensors_of):
+    store = open_store()
+    tensors = tensors_of(1)
+    model = {name: value for name, value in tensors.items() if name.startswith("model/")}
+    store.prepare(Snapshot.of_tensors(model).parts)
+    buffers = store._buffers
+    store.save(1, Snapshot.of_tensors(model), {}, wait=True)
+    store.save(2, Snapshot.of_tensors(model), {}, wait=True)
+    assert store._buffers is buffers
+    store.save(3, Snapshot.of_tensors(tensors), {}, wait=True)  # the optimizer has state by now
+    assert store._buffers is not buffers
+    assert store.newest().tensors("optimizer/")
+
+
 # ---- what a save never does ----
 
 
@@ -255,6 +269,14 @@ def test_a_large_number_is_a_number(open_store):
     assert open_store().save(1, Snapshot.of_tensors(huge), {}, wait=True).result.problem is None
 
 
+def test_a_document_that_is_no_json_is_a_failed_save_and_the_next_one_works(open_store, tensors_of):
+    store = open_store()
+    result = store.save(1, Snapshot.of_tensors(tensors_of(1), {"x": object()}), {}, wait=True).result
+    assert "not JSON serializable" in result.problem
+    assert list_checkpoints(store.run) == []
+    assert store.save(2, Snapshot.of_tensors(tensors_of(1)), {}).folder().is_dir()
+
+
 def test_too_little_space_is_found_before_the_first_byte(open_store, monkeypatch):
     store = open_store()
     size = store.prepare({"model/a": Part.whole(torch.zeros(MB))})
@@ -265,6 +287,15 @@ def test_too_little_space_is_found_before_the_first_byte(open_store, monkeypatch
     assert "not enough disk space for a checkpoint" in result.problem
     monkeypatch.undo()
     assert store.save(1, Snapshot.of_tensors({"model/a": torch.zeros(MB)}), {}).folder().is_dir()
+
+
+def test_a_tool_saves_one_checkpoint_and_deletes_nothing(run, tensors_of):
+    for step in (30, 40):
+        assert write_checkpoint(
+            run, step, Snapshot.of_tensors(tensors_of(step)), {"imported_dtype": "bfloat16"}
+        ).is_dir()
+    assert len(list_checkpoints(run)) == 4
+    assert newest_checkpoint(run).manifest["imported_dtype"] == "bfloat16"
 
 
 # ---- a full disk ----
@@ -313,3 +344,28 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_save_costs_that_save_only(small
     assert store.save(3, Snapshot.of_tensors({"model/a": weight}), {}).folder().is_dir()
     assert torch.equal(store.newest().tensors("model/")["a"], weight)
     assert [(result.step, result.problem is None) for result in store.poll()] == [(1, True), (2, False), (3, True)]
+
+
+LIMITED = """
+import resource, sys, torch
+from pathlib import Path
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]))
+tensors = {f"model/{n}": torch.zeros(1 << 16) for n in range(4)}
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for step, limit in ((1, hard), (2, 1 << 19), (3, hard)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    print(store.save(step, Snapshot.of_tensors(tensors), {}, wait=True).result.problem, flush=True)
+store.close()
+"""
+
+
+def test_a_file_larger_than_the_system_allows_costs_that_save_only(start, tmp_path):
+    process = start(tmp_path / "run", code=LIMITED)
+    assert process.wait() == 0, process.text()
+    first, second, third = process.text().splitlines()
+    assert (first, third) == ("None", "None")
+    assert second.startswith("this process may write files of at most 524,288 bytes")
+    assert [verified_checkpoint(path).step for path in list_checkpoints(tmp_path / "run")] == [3, 1]
+    assert not list((tmp_path / "run/checkpoints").glob("*.partial-*"))

@@ -90,6 +90,12 @@ def own_record(tmp_path):
         return json.loads(lock.path.read_text())
 
 
+def test_a_living_process_keeps_its_lock_where_the_disk_has_no_locks(tmp_path):
+    write_record(tmp_path / "run", **own_record(tmp_path))  # written, but not locked
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()} .* is running"), hold_run(tmp_path / "run"):
+        pass
+
+
 NO_FLOCK = """
 import errno, fcntl
 def refuse(*_):
@@ -201,6 +207,18 @@ def test_a_lock_that_was_removed_is_lost_for_good_even_when_it_comes_back(tmp_pa
         lock.path.write_bytes(content)
         assert not lock.is_held()
     assert lock.path.read_bytes() == content  # given back by nobody
+
+
+def test_asking_reads_the_lock_only_when_it_has_changed(tmp_path, monkeypatch):
+    with hold_run(tmp_path / "run") as lock:
+        lock.check()
+        with monkeypatch.context() as patch:
+            patch.setattr(lock_module, "_holder_in", None)  # nothing to call
+            lock.check()
+        os.utime(lock.path, (1, 1))  # a heartbeat
+        lock.check()
+        write_record(tmp_path / "run", age_seconds=3600)
+        assert not lock.is_held()
 
 
 def test_a_disk_that_is_away_for_a_moment_takes_nobodys_run(tmp_path, monkeypatch):

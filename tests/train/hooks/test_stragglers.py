@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
+import time
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.train.ranks import RankStarter
+from zero2all.track.reader import read_run
 from zero2all.train.hooks.stragglers import HALF, Stragglers, scores
 
 
@@ -61,3 +68,36 @@ def test_one_long_pause_and_small_differences_are_not_reported():
 def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     totals = np.tile([1.0, 1.0, 3.0, 3.0], (HALF, 1))
     assert scores(totals, np.array([0, 0, 1, 1]))[0].tolist() == [1.0] * 4
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events(warm, work, config, tmp_path):
+    ranks = RankStarter(warm, work.root, tmp_path)
+    fields = {"train": {"name": "slow", "steps": 60, "tokens_per_step": 4096, "micro_batch_samples": 16}}
+    launch = ranks(config(**fields, eval={"every_steps": 0, "valid_tokens_per_source": 128}), 2)
+    try:
+        while not launch.steps(1):
+            time.sleep(0.02)
+        begun, ended = len(launch.steps(1)), threading.Event()
+
+        def stop_and_go() -> None:
+            with suppress(ProcessLookupError):
+                while not ended.is_set():
+                    os.kill(launch.trainers[1].pid, signal.SIGSTOP)
+                    time.sleep(0.03)
+                    os.kill(launch.trainers[1].pid, signal.SIGCONT)
+                    time.sleep(0.03)
+
+        thread = threading.Thread(target=stop_and_go)
+        thread.start()
+        codes = launch.wait()
+        ended.set()
+        thread.join()
+        assert codes == [0, 0], launch.text()
+    finally:
+        ranks.stop()
+    events = [event for event in read_run(work.run("slow")).events if event.kind == "straggler"]
+    first = events[0]
+    assert first.data["rank"] == 1
+    assert first.step <= begun + 20 + 2
+    assert 0.25 < first.data["score"] < 0.75
