@@ -30,7 +30,7 @@ from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import human_seconds, say
 from zero2all.config import RunConfig, config_values
-from zero2all.estimate.flops import CONVENTIONS, flops_per_token, flops_utilisation
+from zero2all.estimate.flops import CONVENTIONS, compute_mfu, flops_per_token
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY, run_child
 from zero2all.predict.batch import BatchShape, check_batch, load_measured_config, own_batch, parse_batch
 
@@ -203,7 +203,7 @@ def _figures(config: RunConfig, batch: BatchShape, line: dict[str, Any], anchor:
     if line["status"] != MEASURED:
         return [line["status"], *[""] * 5]
     flops = flops_per_token(config.model, batch.seq_len)
-    mfu = flops_utilisation(flops, found["tokens_per_second"], found["device"])
+    mfu = compute_mfu(flops, found["tokens_per_second"], found["device"])
     return [
         f"{found['step_seconds']:.3f}",
         f"{found['step_seconds'] / anchor:.3f}" if anchor else "",

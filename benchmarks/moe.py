@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks.machine import save_result
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.estimate.flops import flops_per_token, flops_utilisation
+from zero2all.estimate.flops import compute_mfu, flops_per_token
 from zero2all.estimate.memory import GIB, estimate_memory
 from zero2all.measure.clock import seconds_of
 from zero2all.measure.short_run import measure_steps
@@ -173,9 +173,7 @@ def compare_models(config: RunConfig, batch: BatchShape, device: torch.device, s
     for name, each in (("mixture", config), ("dense", dense_of_equal_active_size(config))):
         counts = parameter_counts(each.model)
         result = measure_steps(each, batch, seconds)
-        mfu = flops_utilisation(
-            flops_per_token(each.model, batch.seq_len), result["tokens_per_second"], result["device"]
-        )
+        mfu = compute_mfu(flops_per_token(each.model, batch.seq_len), result["tokens_per_second"], result["device"])
         ops = resolve(each.ops, op_context(each, device.type, DTYPES[each.train.precision]))
         estimate = estimate_memory(each.model, memory_settings(each, ops, Mesh(), batch.samples))
         kept = ("tokens_per_second", "steps", "loss", "cuda_graph", "gpu")

@@ -38,7 +38,7 @@ from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.common.progress import say
 from zero2all.config import RunConfig
-from zero2all.estimate.flops import flops_per_token, flops_utilisation
+from zero2all.estimate.flops import compute_mfu, flops_per_token
 from zero2all.measure.clock import device_name, wait_for, watched_gpu
 from zero2all.measure.short_run import measure_steps
 from zero2all.parallel.device import pick_device
@@ -219,7 +219,7 @@ def timed_iterations(
 def shares(config: RunConfig, batch: BatchShape, tokens_per_second: float, device: torch.device) -> dict[str, Any]:
     """MFU in every convention; none where the peak of the device is not known."""
     flops = flops_per_token(config.model, batch.seq_len)
-    return {"mfu": flops_utilisation(flops, tokens_per_second, device_name(device))}
+    return {"mfu": compute_mfu(flops, tokens_per_second, device_name(device))}
 
 
 def llama(config: RunConfig, entry: Entry, device: torch.device) -> Any:

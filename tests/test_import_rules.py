@@ -220,6 +220,14 @@ def test_every_room_of_the_house_has_a_rule():
     assert parts == set(MAY_IMPORT), "a new room needs a line in MAY_IMPORT, and one in docs/architecture.md"
 
 
+def test_the_table_of_the_page_is_that_of_the_rules():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = {room: ", ".join(f"`{name}`" for name in may) or "nothing" for room, may in MAY_IMPORT.items()}
+    stages = ", ".join(f"`{name}`" for name in STAGES)
+    rows = "".join(f"| `{room}` | {may.replace(stages, 'the stages')} |\n" for room, may in names.items())
+    assert rows in text.replace("`__main__.py`", "`__main__`"), rows
+
+
 def test_the_map_of_the_package_names_every_file_once():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = re.findall(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero2all.config import load_config, preset_files
-from zero2all.estimate.flops import CONVENTIONS, flops_by_group, flops_per_token, flops_utilisation, peak_flops
+from zero2all.estimate.flops import CONVENTIONS, compute_mfu, flops_by_group, flops_per_token, peak_flops
 from zero2all.model.config import ModelConfig
 
 
@@ -25,7 +25,7 @@ def test_conventions_give_the_reference_figures_of_the_1b_model(reference):
 
 def test_mfu_of_the_reference_speed_under_each_convention(reference):
     # reference/kernels.md, section 3: 73,185 tokens/s on one H100.
-    mfu = flops_utilisation(flops_per_token(reference, 2048), 73_185, "NVIDIA H100 80GB HBM3")
+    mfu = compute_mfu(flops_per_token(reference, 2048), 73_185, "NVIDIA H100 80GB HBM3")
     assert {name: round(100 * share, 1) for name, share in mfu.items()} == {"seed": 63.9, "palm": 58.1, "causal": 54.0}
 
 
@@ -63,7 +63,7 @@ def test_tied_embedding_takes_part_in_the_matmul_of_the_head():
 )
 def test_unknown_device_has_no_peak_and_no_mfu(reference, device):
     assert peak_flops(device) is None
-    assert flops_utilisation(flops_per_token(reference, 2048), 1000.0, device) == {}
+    assert compute_mfu(flops_per_token(reference, 2048), 1000.0, device) == {}
 
 
 def test_planning_needs_no_torch():

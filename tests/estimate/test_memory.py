@@ -15,7 +15,7 @@ from torch import Tensor
 from zero2all.config import load_config
 from zero2all.config.training import OptimConfig
 from zero2all.estimate.cards import named_card
-from zero2all.estimate.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
+from zero2all.estimate.flops import compute_mfu, flops_per_token, recomputed_flops_per_token
 from zero2all.estimate.memory import (
     GIB,
     MemorySettings,
@@ -438,7 +438,7 @@ def test_hfu_is_mfu_without_recomputation_and_more_with_it():
     def hfu(kind: str, device: str = "NVIDIA H200") -> float | None:
         again = recomputed_flops_per_token(BILLION, 2048, kind, 1, fused())
         spent = {name: flops + again[name] for name, flops in flops_per_token(BILLION, 2048).items()}
-        return flops_utilisation(spent, 70_000, device).get("causal")
+        return compute_mfu(spent, 70_000, device).get("causal")
 
     assert hfu("none") == pytest.approx(70_000 * 7.296e9 / 989e12, rel=1e-3)
     assert hfu("none") < hfu("selective") < hfu("full") < 4 / 3 * hfu("none")

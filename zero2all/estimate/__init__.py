@@ -1,1 +1,1 @@
-"""What is computed: pure formulas over a model's shape, without torch; below run/, the estimates of a run's config."""
+"""What is computed: pure formulas over a model's shape, without torch. `predict/` applies them to a run's config."""

@@ -102,7 +102,7 @@ def peak_flops(device_name: str) -> float | None:
     return GPUS[name].peak_flops if name else None
 
 
-def flops_utilisation(flops: Mapping[str, float], tokens_per_second: float, device_name: str) -> dict[str, float]:
+def compute_mfu(flops: Mapping[str, float], tokens_per_second: float, device_name: str) -> dict[str, float]:
     """tokens/s x FLOPs per token / peak; empty when the device's peak is unknown. MFU for `flops_per_token`; HFU where
     `recomputed_flops_per_token` are added."""
     peak = peak_flops(device_name)

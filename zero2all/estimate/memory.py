@@ -297,6 +297,7 @@ def _moment_bytes(model: ModelConfig, kind: str, kahan: bool) -> tuple[float, fl
         return (6.0, 6.0) if kahan else (4.0, 4.0)
     if kind == "muon":  # a momentum, and a mean square for each line along the longer side
         return 4.0 + 4.0 * sum(max(shape) for shape in shapes) / _values(shapes), 8.0
+    assert kind == "adamw", f"the states of optim.kind {kind} are not known"
     return 8.0, 8.0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from zero2all.common import progress
-from zero2all.estimate.flops import flops_per_token, flops_utilisation, recomputed_flops_per_token
+from zero2all.estimate.flops import compute_mfu, flops_per_token, recomputed_flops_per_token
 from zero2all.track.writer import MetricsWriter
 from zero2all.train.context import RunContext
 from zero2all.train.state import TrainState
@@ -163,7 +163,7 @@ class StepReports:
         speed, device = speed / processes, context.environment["device"]
         # Of each process, causal convention; also where the peak, and so MFU, is unknown.
         values["tflops"] = needed["causal"] * speed / 1e12
-        values |= {f"mfu/{name}": share for name, share in flops_utilisation(needed, speed, device).items()}
+        values |= {f"mfu/{name}": share for name, share in compute_mfu(needed, speed, device).items()}
         train = config.train
         if train.recompute != "none":
             again = recomputed_flops_per_token(
@@ -174,7 +174,7 @@ class StepReports:
                 self._state.model.ops.footprints,
             )
             spent = {name: needed[name] + again[name] for name in needed}
-            values |= {f"hfu/{name}": share for name, share in flops_utilisation(spent, speed, device).items()}
+            values |= {f"hfu/{name}": share for name, share in compute_mfu(spent, speed, device).items()}
         values["flops"] = self._flops
         if context.world.device.type == "cuda":
             values["memory/allocated"] = torch.cuda.memory_allocated(context.world.device)

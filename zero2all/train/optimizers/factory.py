@@ -84,7 +84,9 @@ def _build(groups: list[ParameterGroup], config: OptimConfig, implementation: Im
         return AdamW(groups, config, fused, compiled)
     if config.kind == "adamw_8bit":
         return AdamW8bit(groups, config, seed, compiled)
-    return AdamWBf16(groups, config, seed, compiled)
+    if config.kind == "adamw_bf16":
+        return AdamWBf16(groups, config, seed, compiled)
+    raise AssertionError(f"optim.kind {config.kind} has no optimizer here")
 
 
 def _muon(
