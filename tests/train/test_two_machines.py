@@ -143,7 +143,7 @@ def test_a_stranger_at_the_rendezvous_is_refused_and_the_real_machine_joins_afte
     real = pair(1, *words, "--node-rank", "1")
     said = said_by(first, real)
     assert [first.returncode, real.returncode] == [0, 0], "\n".join(said)
-    assert said[0].count(f"z2a: meeting: a connection from {ADDRESSES[1]} was refused") == 1
+    assert said[0].count(f"z2a: coordinator: a connection from {ADDRESSES[1]} was refused") == 1
 
 
 @pytest.mark.chaos
