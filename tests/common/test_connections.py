@@ -39,7 +39,7 @@ class Echo:
                 connection.send(connection.receive())
 
     def answers(self) -> bool:
-        with dial(self.address, SECRET, {"who": "friend"}) as connection:
+        with dial(self.address, SECRET, "echo", {"who": "friend"}) as connection:
             connection.send({"value": [1, "二", None]})
             return connection.receive(5) == {"value": [1, "二", None]}
 
@@ -63,7 +63,7 @@ def test_who_knows_the_secret_is_taken_and_both_sides_know_it(echo):
 def test_who_does_not_is_refused_and_the_log_names_the_address_once(echo, capfd):
     for _ in range(3):
         with pytest.raises(NotOfThisRunError, match="another secret"):
-            dial(echo.address, b"another secret of some length", {})
+            dial(echo.address, b"another secret of some length", "echo", {})
     assert echo.answers()
     time.sleep(0.1)
     assert capfd.readouterr().err.count("a connection from 127.0.0.1 was refused") == 1
@@ -83,14 +83,14 @@ def test_a_listener_that_does_not_know_the_secret_is_refused_by_the_dialer():
 
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(NotOfThisRunError):
-            dial(listener.getsockname()[:2], SECRET, {"private": True})
+            dial(listener.getsockname()[:2], SECRET, "echo", {"private": True})
 
 
 def test_a_web_server_is_known_at_once():
     with http.server.HTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(NotOfThisRunError, match="not a z2a process: the port is wrong"):
-            dial(server.server_address[:2], SECRET, {})
+            dial(server.server_address[:2], SECRET, "echo", {})
         server.shutdown()
 
 
@@ -124,13 +124,36 @@ def test_many_addresses_do_not_fill_the_log(echo, capfd):
     assert len(capfd.readouterr().err.splitlines()) == connections.MOST_SAID
 
 
+def test_who_listens_where_a_dialer_knocks_cannot_come_in_at_another_door_with_its_proof(echo):
+    """Every group has a door and dials others with one secret: its proof for another one must not open its own."""
+    with raw(echo.address) as own_door, listen("127.0.0.1") as false:
+
+        def dial_another() -> None:
+            with suppress(ConnectionError):
+                dial(false.getsockname()[:2], SECRET, "another door", {})
+
+        threading.Thread(target=dial_another, daemon=True).start()
+        victim, _ = false.accept()
+        with victim:
+            victim.sendall(own_door.recv(38, socket.MSG_WAITALL))
+            own_door.sendall(victim.recv(70, socket.MSG_WAITALL))
+            assert own_door.recv(32, socket.MSG_WAITALL) == bytes(32)  # refused
+            assert not own_door.recv(1)
+    assert echo.hellos == []
+
+
+def test_words_of_other_machines_cannot_move_the_cursor():
+    assert connections.printable("组 1\x1b[2J\r\nz2a: done") == "组 1?[2J??z2a: done"
+    assert len(connections.printable("x" * 10_000)) == connections.MOST_SHOWN
+
+
 def test_a_proof_that_was_overheard_is_worth_nothing_later(echo):
     heard = b""
     with raw(echo.address) as outer, listen("127.0.0.1") as middle:
 
         def dial_through() -> None:
             with suppress(ConnectionError):
-                dial(middle.getsockname()[:2], SECRET, {})
+                dial(middle.getsockname()[:2], SECRET, "echo", {})
 
         threading.Thread(target=dial_through, daemon=True).start()
         inner, _ = middle.accept()
@@ -161,7 +184,7 @@ def test_what_is_no_proof_ends_that_connection_only(echo, sent):
 
 def after_proof(echo) -> socket.socket:
     """A connection that has proved itself and said hello; what it sends now is its own."""
-    return dial(echo.address, SECRET, {}).socket
+    return dial(echo.address, SECRET, "echo", {}).socket
 
 
 @pytest.mark.parametrize(
@@ -199,7 +222,7 @@ def test_a_length_that_is_announced_takes_no_memory(echo):
 
 
 def test_an_error_of_the_one_who_takes_it_ends_that_connection_only(echo, capfd):
-    with dial(echo.address, SECRET, {"fail": True}) as connection, pytest.raises(ConnectionError):
+    with dial(echo.address, SECRET, "echo", {"fail": True}) as connection, pytest.raises(ConnectionError):
         connection.receive(5)
     assert echo.answers()
     assert "of one connection" in capfd.readouterr().err
@@ -277,12 +300,12 @@ class TestHostileBytes:
     @pytest.mark.parametrize("count", COUNTS)
     def test_only_a_true_proof_and_a_json_object_pass_the_door(self, count, monkeypatch):
         door = Door.__new__(Door)
-        door._secret = SECRET
+        door._secret, door._name = SECRET, "echo"
         monkeypatch.setattr(connections.secrets, "token_bytes", lambda length: bytes(length))
         monkeypatch.setattr(connections, "address_of", lambda _connected: "here")
         rng = random.Random(SEED)
         nonces = bytes(64)
-        good = connections.MAGIC + nonces[32:] + connections._proof(SECRET, b"dialer", nonces)
+        good = connections.MAGIC + nonces[32:] + connections._proof(SECRET, "dialer", "echo", nonces)
         passed = 0
         for _ in range(count):
             hello = json.dumps(hostile_value(rng, {"run": "a", "node": 1, "list": [1, {"a": 2}]})).encode()

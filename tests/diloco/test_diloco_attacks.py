@@ -71,7 +71,7 @@ def greeting_of(**fields):
 
 
 def answer_to(address, hello):
-    with dial(address, SECRET, hello) as connection:
+    with dial(address, SECRET, "group 0", hello) as connection:
         return connection.receive(10)
 
 
@@ -80,7 +80,7 @@ def proved(address):
     connected = socket.create_connection(address, 10)
     start = connected.recv(1 << 10)
     nonces = start[len(connections.MAGIC) :] + bytes(32)
-    connected.sendall(connections.MAGIC + bytes(32) + connections._proof(SECRET, b"dialer", nonces))
+    connected.sendall(connections.MAGIC + bytes(32) + connections._proof(SECRET, "dialer", "group 0", nonces))
     assert len(connected.recv(32)) == 32
     return connected
 
@@ -98,7 +98,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_the_log_names_the_addre
     assert b"test" not in heard  # the name of the run
     assert b"seed" not in heard  # a setting
     with pytest.raises(NotOfThisRunError, match="z2a launch secret"):
-        dial(pair.address, b"another secret of some length", greeting_of())
+        dial(pair.address, b"another secret of some length", "group 0", greeting_of())
     pair.ends_unharmed()
     silent.close()
     assert capfd.readouterr().err.count("group 0: a connection from 127.0.0.1 was refused") == 1
@@ -165,7 +165,7 @@ def test_no_stream_of_a_living_process_is_taken_over(lasting_pair):
         assert answer_to(lasting_pair.address, greeting_of(stream=stream))["duplicate"]
     wrong = [{"group": "1"}, {"group": True}, {"to": 2**70}, {"more": 1}]
     for hello in ({}, *({**greeting_of(), **fields} for fields in wrong)):
-        with dial(lasting_pair.address, SECRET, hello) as connection, pytest.raises(ConnectionError):
+        with dial(lasting_pair.address, SECRET, "group 0", hello) as connection, pytest.raises(ConnectionError):
             connection.receive(10)
 
 
@@ -204,7 +204,7 @@ def test_a_size_that_is_announced_takes_no_memory_and_its_sender_is_named(capfd)
 def welcomed(address, stream):
     """A connection as group 1; the one before it may not be forgotten yet, and then this one is ended."""
     for _ in range(100):
-        connection = dial(address, SECRET, greeting_of(stream=stream))
+        connection = dial(address, SECRET, "group 0", greeting_of(stream=stream))
         with suppress(ConnectionError):
             assert connection.receive(10) == {}
             return connection
@@ -467,7 +467,7 @@ def attack(address: str) -> None:
             while piece := stranger.recv(1 << 12):
                 heard += piece
     with suppress(NotOfThisRunError):
-        dial(place, b"another secret of some length", greeting_of(stream=CONTROL))
+        dial(place, b"another secret of some length", "group 0", greeting_of(stream=CONTROL))
         is_refused = None
     is_refused = is_refused is False
     for each in idle:

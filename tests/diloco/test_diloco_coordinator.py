@@ -6,6 +6,7 @@ import hashlib
 import heapq
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,7 @@ class Life:
         self.coordinator = Coordinator(config, {}, history)
         self.control, groups = self.coordinator.control, range(len(WORLD.addresses))
         others = [other for other in groups if other != group]
-        self.data = {other: Channel("", None, lambda _: None, self.take) for other in others}
+        self.data = {other: Channel("", None, lambda _: None, partial(self.take, other)) for other in others}
         self.coordinator.last_chunk_at = lambda other: self.data[other].last_chunk_at
         self.coordinator.life = self
         for channel in (*self.data.values(), *self.control.values()):
@@ -90,9 +91,9 @@ class Life:
         self.training, self.ready = self.train(), lambda: self.coordinator.is_running
         self.tick()
 
-    def take(self, item, payload):
+    def take(self, sender, item, payload):
         if item.kind == STATE:
-            self.coordinator.state_came(item.key.number, payload, "")
+            self.coordinator.state_came(sender, item.key.number, payload, "")
         else:
             is_usable = not payload.startswith(b"bad")
             self.coordinator.payload_came(Payload(item.key, item.member), payload, is_usable)
@@ -115,7 +116,7 @@ class Life:
                 channel.forget(key.number - 2)
                 if key > own.history.last:
                     channel.send(item, payload)
-            self.take(item, payload)
+            self.take(self.group, item, payload)
             own.training_came_to(key)
             yield lambda: key in own.outcomes  # noqa: B023
             outcome, found = own.collect(key)

@@ -82,9 +82,9 @@ HELLO = {"run": "run", "node": 1, "host": "far", "processes": 1, "token": "t", "
 def test_a_hello_with_wrong_values_ends_that_connection_only(wrong):
     with listen("127.0.0.1") as door:
         coordinator = Coordinator(door, rules())
-        with dial(door.getsockname(), SECRET, {**HELLO, **wrong}) as odd, pytest.raises(ConnectionError):
+        with dial(door.getsockname(), SECRET, "coordinator", {**HELLO, **wrong}) as odd, pytest.raises(ConnectionError):
             odd.receive(10)
-        with dial(door.getsockname(), SECRET, HELLO) as honest:
+        with dial(door.getsockname(), SECRET, "coordinator", HELLO) as honest:
             assert honest.receive(10) == {"do": "beat"}
         coordinator.close()
 
@@ -93,7 +93,7 @@ def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
     with listen("127.0.0.1") as door:
         coordinator = Coordinator(door, rules())
         first = Member(door.getsockname(), 0, 1, rules(), coordinator.close)
-        with dial(door.getsockname(), SECRET, HELLO) as second:
+        with dial(door.getsockname(), SECRET, "coordinator", HELLO) as second:
             assert first.next_order(lambda: False, lambda _order: None)["do"] == "start"
             second.send({"attempt": 1, "leaves": True, "code": 0})  # no step
             deadline = time.monotonic() + 30
@@ -116,7 +116,7 @@ def test_a_rank_reaches_the_store_of_the_attempt_behind_the_proof_only():
                 stranger.sendall(b"\x00\xce\xf7\x85\x3c" + bytes(100))  # as a client of torch's store greets
                 with pytest.raises(TimeoutError):
                     store.accept()
-            with dial(address, SECRET, {"service": "store"}) as rank:
+            with dial(address, SECRET, "coordinator", {"service": "store"}) as rank:
                 near, _ = store.accept()
                 rank.socket.sendall(b"question")
                 assert near.recv(100) == b"question"

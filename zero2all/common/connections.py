@@ -2,16 +2,19 @@
 reads anything else from it.
 
     listener                                            dialer
-    "z2a 1\\n", 32 random bytes                 ->  <-    "z2a 1\\n"
-                                                <-      32 random bytes, HMAC-SHA256(secret, "dialer" + both)
-    HMAC-SHA256(secret, "listener" + both)      ->
+    "z2a 2\\n", 32 random bytes                 ->  <-    "z2a 2\\n"
+                                                <-      32 random bytes, HMAC-SHA256(secret, "dialer", door, both)
+    HMAC-SHA256(secret, "listener", door, both) ->
                                                 <-      hello: a JSON object
     messages in both directions: 4 bytes of length, then a JSON object
 
+The proof names the door that is meant ("group 1", "coordinator"). So who listens where a dialer knocks cannot pass its
+challenge on to another door, or to a door of the dialer itself, and come in with the answer.
+
 Nothing is encrypted, and what follows the proof is not signed: who can change packets on their way needs a tunnel
 against them (SECURITY.md). A door holds few connections that have not proved themselves, each for a few seconds, and
-gives up the oldest for a new one, so that idle or hostile ones neither fill memory nor keep the run's own out. Whatever
-goes wrong in one connection ends that connection only.
+gives up one of them, at random, for a new one, so that idle or hostile ones neither fill memory nor keep the run's own
+out. Whatever goes wrong in one connection ends that connection only.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +36,7 @@ from typing import Any
 from zero2all.common.progress import say
 from zero2all.common.secret import SHARE_ONE
 
-MAGIC = b"z2a 1\n"
+MAGIC = b"z2a 2\n"
 NONCE_BYTES = PROOF_BYTES = 32
 PROOF_SECONDS = 5.0
 """For the proof and the hello together."""
@@ -44,6 +46,8 @@ MOST_UNPROVED, MOST_UNPROVED_OF_ADDRESS = 256, 64
 SAY_AGAIN_SECONDS, MOST_SAID = 60.0, 20
 """An address is named once a minute, and in all so many addresses."""
 BACKLOG = 1024
+MOST_SHOWN = 2000
+"""Characters of another machine's words."""
 
 Message = dict[str, Any]
 
@@ -112,6 +116,11 @@ def read_message(text: bytes) -> Message:
     return message
 
 
+def printable(text: object) -> str:
+    """What another machine said, for a terminal: without control characters, and not long."""
+    return "".join(each if each.isprintable() else "?" for each in str(text)[:MOST_SHOWN])
+
+
 def read_some(connected: socket.socket, most_bytes: int) -> bytes:
     """At least one byte; ConnectionError at the end."""
     if not (piece := connected.recv(min(most_bytes, 1 << 20))):
@@ -145,8 +154,11 @@ def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
     raise taken or OSError(errno.EADDRINUSE, "no port was given")
 
 
-def dial(address: tuple[str, int], secret: bytes, hello: Message, seconds: float = PROOF_SECONDS) -> Connection:
-    """Connect, prove, greet. NotOfThisRunError: the other side has another secret. OSError: nobody answers."""
+def dial(
+    address: tuple[str, int], secret: bytes, door: str, hello: Message, seconds: float = PROOF_SECONDS
+) -> Connection:
+    """Connect, prove, greet. `door`: the name of the `Door` that is meant. NotOfThisRunError: the other side has
+    another secret, or is another door. OSError: nobody answers."""
     deadline = time.monotonic() + seconds
     connected = socket.create_connection(address, seconds)
     try:
@@ -156,8 +168,8 @@ def dial(address: tuple[str, int], secret: bytes, hello: Message, seconds: float
         if not start.startswith(MAGIC):
             raise NotOfThisRunError("something answers there, but it is not a z2a process: the port is wrong")
         nonces = start[len(MAGIC) :] + secrets.token_bytes(NONCE_BYTES)
-        connected.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"dialer", nonces))
-        if not hmac.compare_digest(_read(connected, PROOF_BYTES, deadline), _proof(secret, b"listener", nonces)):
+        connected.sendall(nonces[NONCE_BYTES:] + _proof(secret, "dialer", door, nonces))
+        if not hmac.compare_digest(_read(connected, PROOF_BYTES, deadline), _proof(secret, "listener", door, nonces)):
             raise OtherSecretError(f"the other side has another secret; {SHARE_ONE}")
         connection = Connection(connected, address_of(connected))
         connection.send(hello)
@@ -175,13 +187,13 @@ class Door:
     """Accepts connections at a listening socket, in threads, until it is closed."""
 
     def __init__(self, listener: socket.socket, secret: bytes, take: Callable[[Connection], None], name: str) -> None:
-        """`take` gets each connection that has proved itself, in a thread of its own, and closes it. `name` says in the
-        log what listens here."""
+        """`take` gets each connection that has proved itself, in a thread of its own, and closes it. `name`: what
+        listens here; dialers must mean it, and the log says it."""
         if not secret:
             raise ValueError("no secret")
         self._listener, self._secret, self._take, self._name = listener, secret, take, name
         self._lock = threading.Lock()
-        self._unproved: deque[tuple[str, socket.socket]] = deque()
+        self._unproved: list[tuple[str, socket.socket]] = []
         self._said: dict[str, float] = {}
         threading.Thread(target=self._accept, name=f"z2a-{name}", daemon=True).start()
 
@@ -205,11 +217,11 @@ class Door:
                 continue
             with self._lock:
                 same = [one for one in self._unproved if one[0] == place[0]]
-                if len(same) >= MOST_UNPROVED_OF_ADDRESS:
-                    _shut(same[0][1])
-                    self._unproved.remove(same[0])
-                elif len(self._unproved) >= MOST_UNPROVED:
-                    _shut(self._unproved.popleft()[1])
+                crowd = same if len(same) >= MOST_UNPROVED_OF_ADDRESS else self._unproved
+                if crowd is same or len(crowd) >= MOST_UNPROVED:
+                    given_up = secrets.choice(crowd)  # the oldest would be the one whose way is long
+                    _shut(given_up[1])
+                    self._unproved.remove(given_up)
                 self._unproved.append((place[0], connected))
             try:
                 threading.Thread(target=self._greet, args=(connected, place[0]), daemon=True).start()
@@ -245,10 +257,10 @@ class Door:
             raise NotOfThisRunError("it is not a z2a process")
         said = _read(connected, NONCE_BYTES + PROOF_BYTES, deadline)
         nonces = nonce + said[:NONCE_BYTES]
-        if not hmac.compare_digest(said[NONCE_BYTES:], _proof(self._secret, b"dialer", nonces)):
+        if not hmac.compare_digest(said[NONCE_BYTES:], _proof(self._secret, "dialer", self._name, nonces)):
             connected.sendall(bytes(PROOF_BYTES))  # so that an honest dialer can say what is wrong
             raise NotOfThisRunError(f"it does not know the secret of this run; {SHARE_ONE}")
-        connected.sendall(_proof(self._secret, b"listener", nonces))
+        connected.sendall(_proof(self._secret, "listener", self._name, nonces))
         connection = Connection(connected, address_of(connected))
         connection.hello = connection.receive(max(0.001, deadline - time.monotonic()), HELLO_BYTES)
         connected.settimeout(None)
@@ -329,5 +341,5 @@ def _read(connected: socket.socket, count: int, deadline: float) -> bytes:
     return found
 
 
-def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(secret, MAGIC + role + nonces, "sha256")
+def _proof(secret: bytes, role: str, door: str, nonces: bytes) -> bytes:
+    return hmac.digest(secret, MAGIC + f"{role} {door}\0".encode() + nonces, "sha256")

@@ -44,6 +44,8 @@ def shared_secret(path: Path) -> bytes:
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         make_secret(path)
+    if not path.exists():
+        raise UsageError(f"{path} is a link to a file that is not there. Remove the link; the secret is made anew.")
     deadline = time.monotonic() + WRITE_SECONDS
     while path.stat().st_size == 0 and time.monotonic() < deadline:  # another process has just made it
         time.sleep(0.02)

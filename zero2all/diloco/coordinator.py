@@ -41,6 +41,8 @@ MOST_PAYLOADS = 64
 """Of each group, that are kept at a time: more than any group needs."""
 KEPT_NUMBERS = 2
 """By how much the number of a key may be lower for a group to follow the records since then without a state."""
+MOST_SKIPPED = 10_000
+"""Rounds between two decisions, at most: nobody waits for a round that training reaches only years later."""
 STATUS_SECONDS = 1.0
 
 
@@ -123,10 +125,10 @@ class Coordinator:
                 self._unusable.add(payload)
             self.changed.notify_all()
 
-    def state_came(self, request: int, data: bytes, problem: str) -> None:
-        """A state that this group asked for is here, or cannot be used."""
+    def state_came(self, sender: int, request: int, data: bytes, problem: str) -> None:
+        """A state is here, or cannot be used; only the one that was asked for counts, from the group that was asked."""
         with self.changed:
-            if self._request is not None and self._request.id == request:
+            if self._request is not None and (self._request.id, self._request.server.group) == (request, sender):
                 if problem:
                     self.fail(PeerFailureError(problem))
                 self._states = {request: data}
@@ -325,7 +327,18 @@ class Coordinator:
         return is_ahead and not self._is_behind_us(status)
 
     def _record_after_ours(self, status: Status) -> Record | None:
-        return next((record for record in status.recent if record.before == self.history.chain), None)
+        return next((record for record in status.recent if self._may_follow(record)), None)
+
+    def _may_follow(self, record: Record) -> bool:
+        """Whether a record can be the next decision: a member that sends another one must not carry the others away."""
+        last, groups = self.history.last, [member.group for member in record.members]
+        return (
+            record.before == self.history.chain
+            and last < record.key
+            and record.key.number <= max(last.number, 0) + MOST_SKIPPED
+            and len(groups) == len(set(groups))
+            and all(0 <= group < self.config.count for group in groups)
+        )
 
     def _is_behind_us(self, status: Status) -> bool:
         return any(record.before == status.history.chain for record in self.recent)

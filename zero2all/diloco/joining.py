@@ -82,7 +82,7 @@ def _why_missing(coordinator: Coordinator, group: int, secret: bytes) -> str:
     if group in coordinator.statuses:
         return message(f"Group {group} at {address} is here, but has not met all other groups.")
     try:
-        dial(split_address(address), secret, LOOKS, LOOK_SECONDS).close()
+        dial(split_address(address), secret, f"group {group}", LOOKS, LOOK_SECONDS).close()
         why = ""
     except NotOfThisRunError as error:
         why = str(error)

@@ -272,7 +272,7 @@ class GroupLink:
                     f"Group {sender} ({self.data[sender].peer}) gave its outer state to this group, which cannot use "
                     f"it: {fault}. Look for the cause there, and start both again from an earlier checkpoint."
                 )
-            self._coordinator.state_came(item.key.number, payload, fault)
+            self._coordinator.state_came(sender, item.key.number, payload, fault)
         elif item.member.group == sender:
             self._judge(item, payload, fault)
 

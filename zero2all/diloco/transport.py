@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import google_crc32c
 
-from zero2all.common.connections import NotOfThisRunError, dial, listen, read_message, split_address
+from zero2all.common.connections import NotOfThisRunError, dial, listen, printable, read_message, split_address
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import say
 from zero2all.diloco.config import DilocoConfig
@@ -337,15 +337,15 @@ def _set_options(connection: socket.socket) -> None:
 def dial_group(address: str, secret: bytes, greeting: Greeting) -> tuple[socket.socket, str]:
     """A connection to the group that the greeting names, and its address."""
     try:
-        connection = dial(split_address(address), secret, asdict(greeting), ANSWER_SECONDS)
+        connection = dial(split_address(address), secret, f"group {greeting.to}", asdict(greeting), ANSWER_SECONDS)
     except NotOfThisRunError as error:
         raise RefusalError(f"{error}.") from error
     try:
         answer = connection.receive(ANSWER_SECONDS, GREETING_BYTES)
         if duplicate := answer.get("duplicate"):
-            raise DuplicateError(str(duplicate[0]), str(duplicate[1]))
+            raise DuplicateError(printable(duplicate[0]), printable(duplicate[1]))
         if answer.get("refused"):
-            raise RefusalError(str(answer["refused"]))
+            raise RefusalError(printable(answer["refused"]))
     except BaseException:
         connection.close()
         raise

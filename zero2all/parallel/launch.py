@@ -195,7 +195,7 @@ def _lead_to_store(coordinator: tuple[str, int], secret: bytes) -> socket.socket
         with near:
             if is_of_this_user(near):
                 with suppress(OSError):  # the coordinator has ended; the rank sees that
-                    join(near, dial(coordinator, secret, {"service": "store"}).socket)
+                    join(near, dial(coordinator, secret, "coordinator", {"service": "store"}).socket)
 
     threading.Thread(target=accept, name="z2a-store", daemon=True).start()
     return listener

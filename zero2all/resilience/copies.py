@@ -76,7 +76,7 @@ class Copies:
         self._sends_in: _Ring | None = None
         self._is_behind = False
         """Whether the last copy was not finished, which is said once."""
-        Door(listener, secret, self._answer, "copies of checkpoints")
+        Door(listener, secret, self._answer, _door_at(self.address))
         threading.Thread(target=self._send_new, name="z2a-copies", daemon=True).start()
 
     def begin(self, order: Order) -> None:
@@ -200,8 +200,13 @@ def _heads(folder: Path) -> list[bytes]:
 # ---- on the wire: the question is the hello; then per file of a save a message and its bytes ----
 
 
+def _door_at(address: tuple[str, int]) -> str:
+    return f"copies of checkpoints at {address[0]}:{address[1]}"
+
+
 def _call(ring: _Ring, place: int, do: str, save: Save = (-1, "")) -> Connection:
-    connection = dial(ring.machines[place][2], ring.secret, {"token": ring.token, "do": do, "save": save})
+    address = ring.machines[place][2]
+    connection = dial(address, ring.secret, _door_at(address), {"token": ring.token, "do": do, "save": save})
     connection.socket.settimeout(SILENT_SECONDS)
     return connection
 

@@ -163,7 +163,9 @@ class Member:
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                with dial(self._address, self._rules.secret, self._hello, CONNECT_SECONDS) as self._connection:
+                with dial(
+                    self._address, self._rules.secret, "coordinator", self._hello, CONNECT_SECONDS
+                ) as self._connection:
                     self._listen(self._connection)
             except NotOfThisRunError as error:
                 self._problem = str(error)

@@ -123,7 +123,7 @@ class Measured:
 def measure_to(address: str, secret: bytes) -> Measured:
     """Latency, and bandwidth with one connection and with several, from here to a listener."""
     try:
-        with dial(split_address(address), secret, {"do": "echo"}) as connection:
+        with dial(split_address(address), secret, "doctor", {"do": "echo"}) as connection:
             connection.socket.settimeout(CONNECT_SECONDS)
             times = []
             for _ in range(ROUNDS):
@@ -150,7 +150,7 @@ def _bandwidth(address: str, secret: bytes, streams: int) -> float:
     started = time.perf_counter()
 
     def send(_: int) -> int:
-        with dial(split_address(address), secret, {"do": "count"}) as connection:
+        with dial(split_address(address), secret, "doctor", {"do": "count"}) as connection:
             block = bytes(BLOCK)
             while time.perf_counter() - started < SECONDS:
                 connection.socket.sendall(block)
@@ -168,7 +168,7 @@ def measure_pairs(peers: Sequence[str], secret: bytes) -> dict[tuple[str, str], 
     for number, first in enumerate(peers):
         for second in peers[number + 1 :]:
             try:
-                with dial(split_address(first), secret, {"do": "measure", "to": second}) as connection:
+                with dial(split_address(first), secret, "doctor", {"do": "measure", "to": second}) as connection:
                     found[first, second] = Measured(**connection.receive(4 * CONNECT_SECONDS))
             except (OSError, ValueError, TypeError) as error:
                 found[first, second] = Measured(problem=message(f"{first} did not measure it: {error}"))

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from zero2all.common.errors import PeerFailureError
 from zero2all.common.peers import open_peers
 from zero2all.common.secret import run_secret
 from zero2all.common.signals import StopRequest
@@ -75,7 +76,13 @@ class Diloco(Hook):
         if not self._outer.is_behind:
             return False
         left_at = state.step
-        state.step, state.tokens = self._outer.adopt()
+        step, tokens = self._outer.adopt()
+        if not left_at <= step <= state.last_step:
+            raise PeerFailureError(
+                f"Another group gave weights of step {step}; this group is at step {left_at} of {state.last_step}. "
+                f"Nothing was saved. Look for the cause there, and start this group again."
+            )
+        state.step, state.tokens = step, tokens
         self._log.steps.end_pause()
         self._log.event("diloco", {"adopted": True, "from_step": left_at, "to_step": state.step})
         self._log.say(
