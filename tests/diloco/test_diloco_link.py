@@ -123,7 +123,7 @@ def test_a_late_coordinator_still_decides_for_the_others():
         slow = {2: lambda: wait_until(others_went_on)} if link.group == 0 else None
         return do_rounds(link, logs.setdefault(link.group, []).append, 6, slow=slow)
 
-    threads = Threads(settings_of(2, wait_seconds=1.0), work)
+    threads = Threads(settings_of(2, wait_seconds=4.0), work)
     found = threads.ends()
     assert {row["round"]: row["set"] for row in logs[1]}[2] == [1]
     assert found[0] == found[1]
