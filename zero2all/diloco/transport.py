@@ -148,6 +148,7 @@ class Channel:
         with self.changed:
             if item in self._unacknowledged:
                 return
+            _keep_one_state(self._unacknowledged, item)
             self._unacknowledged[item] = memoryview(payload)
             self._chunks.extend((item, offset) for offset in range(0, max(1, len(payload)), CHUNK_BYTES))
             self.changed.notify_all()
@@ -301,6 +302,7 @@ class Channel:
             self.received_bytes += len(body)
             whole, fault = b"", self._expected.size_fault(item, total)
             if not fault:
+                _keep_one_state(self._arriving, item)
                 if item not in self._arriving and len(self._arriving) >= MOST_UNFINISHED:
                     del self._arriving[next(iter(self._arriving))]
                 chunks = self._arriving.setdefault(item, {})
@@ -311,6 +313,13 @@ class Channel:
                 del self._arriving[item]
         self._on_payload(item, whole, fault)
         self.post(Delivered(*item))
+
+
+def _keep_one_state(held: dict[Item, Any], new: Item) -> None:
+    """Drop the states before a new one: a group waits for the one that it asked for last. They are large."""
+    if new.kind == STATE:
+        for item in [item for item in held if item.kind == STATE and item != new]:
+            del held[item]
 
 
 def _crc(head: bytes, body: bytes) -> int:
