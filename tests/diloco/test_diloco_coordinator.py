@@ -14,7 +14,7 @@ import pytest
 from zero2all.diloco import coordinator
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.coordinator import Coordinator
-from zero2all.diloco.messages import History, Key, Member, Payload, Request
+from zero2all.diloco.messages import History, Key, Member, Payload, Record, Request
 from zero2all.diloco.transport import PAYLOAD, STATE, Item
 
 WAIT_SECONDS = 1.0
@@ -330,3 +330,31 @@ def test_a_state_is_given_as_it_is_after_the_round_in_which_it_was_asked_for():
         asked.append(dict(own.requests))
     assert asked == [{}, {5: 1}]
     assert [(offer.id, offer.history) for offer in own.status().offers] == [(5, own.history)]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"key": Key(2**32 - 1, 0)},  # no later round would ever count
+        {"key": Key(-1, -1)},
+        {"before": "another chain"},
+        {"members": (Member(1, 0), Member(1, 0))},
+        {"members": (Member(2, 0),)},
+    ],
+    ids=str,
+)
+def test_a_record_that_cannot_be_the_next_decision_is_not_followed(odd):
+    coordinator = Coordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
+    sound = {"before": "", "key": Key(0, 0), "members": (Member(0, 0), Member(1, 0))}
+    assert coordinator._may_follow(Record(**sound))
+    assert not coordinator._may_follow(Record(**{**sound, **odd}))
+
+
+def test_a_state_counts_only_from_the_group_that_was_asked():
+    coordinator = Coordinator(DilocoConfig(["a:1", "b:1", "c:1"], 0), {}, History())
+    coordinator._request = Request(7, Member(1, 0))
+    coordinator.state_came(2, 7, b"of a group that was not asked", "")
+    coordinator.state_came(1, 8, b"that was not asked for", "")
+    assert coordinator._states == {}
+    coordinator.state_came(1, 7, b"state", "")
+    assert coordinator._states == {7: b"state"}
