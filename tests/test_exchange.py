@@ -31,8 +31,9 @@ from zero2all.ops.registry import resolve
 from zero2all.packed.writer import pack_corpus
 from zero2all.parallel.parameter_table import init_weights, model_parts
 from zero2all.tokenizer import load_tokenizer
-from zero2all.tokenizer.chat import Message, encode_chat
+from zero2all.tokenizer.chat import Dialogue, Message
 from zero2all.tokenizer.extend import Extender
+from zero2all.tokenizer.template import own_chat
 from zero2all.train.run import train
 from zero2all.train.saved_config import load_run_config
 
@@ -594,8 +595,9 @@ def test_compatible_export_renders_chats_as_text_with_our_ids(trained, trained_w
     auto = AutoTokenizer.from_pretrained(tmp_path / "hf")
     chat = [{"role": "user", "content": "中国的首都是"}, {"role": "assistant", "content": "北京。"}]
     rendered = auto.apply_chat_template(chat, tokenize=True, return_dict=False)
-    ours = encode_chat(trained.tokenizer, [Message(turn["role"], turn["content"]) for turn in chat])
-    assert list(rendered) == ours.ids
+    ours = own_chat(trained.tokenizer)
+    parts = ours.parts(Dialogue([Message(turn["role"], turn["content"]) for turn in chat]))
+    assert list(rendered) == ours.ids_of(parts)
     raw = Raw.from_file(str(tmp_path / "hf/tokenizer.json"))
     assert raw.encode("<|end_of_text|>", add_special_tokens=False).ids == [trained.tokenizer.end_id], (
         "and so text can spell control tokens"

@@ -23,7 +23,7 @@ from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, write_hf_folder
-from zero2all.tokenizer.chat import chat_template
+from zero2all.tokenizer.chat import own_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 from zero2all.tokenizer.save import (
@@ -62,6 +62,8 @@ def export_run(
         _open_documents(partial, loaded.tokenizer)
         if tokenizer_layout == "compatible":
             _make_compatible(partial, loaded.tokenizer)
+        elif _is_own_template(partial / CHAT_TEMPLATE_NAME, loaded.tokenizer):
+            (partial / CHAT_TEMPLATE_NAME).unlink()  # tools that render text would encode its marks as characters
         write_hf_folder(
             partial,
             loaded.model.config,
@@ -245,9 +247,13 @@ def _make_compatible(folder: Path, tokenizer: Tokenizer) -> None:
     tokenizer_json, config = compatible_files(read_json(folder / TOKENIZER_NAME), config)
     write_json(folder / TOKENIZER_NAME, tokenizer_json)
     write_json(folder / CONFIG_NAME, config)
-    template = chat_template(tokenizer)
+    template = own_template(tokenizer)
     if template is not None and not (folder / CHAT_TEMPLATE_NAME).exists() and "chat_template" not in config:
         write_atomic(folder / CHAT_TEMPLATE_NAME, template.encode())
+
+
+def _is_own_template(path: Path, tokenizer: Tokenizer) -> bool:
+    return path.is_file() and path.read_text(encoding="utf-8") == own_template(tokenizer)
 
 
 def _token_ids(tokenizer: Tokenizer) -> dict[str, int | list[int] | None]:

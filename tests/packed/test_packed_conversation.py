@@ -10,7 +10,7 @@ import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.packed.pieces import ConversationLayout, turns_of
+from zero2all.packed.pieces import turns_of
 from zero2all.packed.samples import open_samples
 from zero2all.packed.shard_format import open_split
 from zero2all.packed.writer import PackOptions, pack_corpus
@@ -79,14 +79,6 @@ def test_what_is_packed_is_the_messages_between_their_marks(talks, shard_tokens)
     assert talked == 20
 
 
-def test_text_can_neither_close_a_message_nor_open_one(talks):
-    tokenizer = load_tokenizer(talks.tokenizer)
-    layout = ConversationLayout(tokenizer)
-    turns = turns_of({"others": {"messages": chat(1)}}, "here")
-    ids, _ = layout.lay_out(turns, [np.array(tokenizer.encode_text(turn.text)) for turn in turns])
-    assert (ids == tokenizer.encode_control("<|message_end|>")).sum() == len(turns)
-
-
 def test_prompts_count_too_when_they_are_to_be_learnt(talks):
     split, _ = packed_documents(talks, learn_prompts=True)
     assert not split.manifest["loss_mask"]
@@ -138,14 +130,3 @@ def test_masked_tokens_receive_no_gradient(talks):
         assert touched.tolist() == (split.read_mask(index * seq_len + 1, seq_len) == 1).tolist()
         silent += int((~touched).sum())
     assert silent > 100
-
-
-def test_the_layout_is_that_of_the_chat_of_the_tokenizer(talks):
-    from zero2all.tokenizer import chat as chats
-
-    tokenizer = load_tokenizer(talks.tokenizer)
-    turns = turns_of({"others": {"messages": chat(3)}}, "here")
-    ids, counts = ConversationLayout(tokenizer).lay_out(turns, [tokenizer.encode_text(turn.text) for turn in turns])
-    found = chats.encode_chat(tokenizer, [chats.Message(turn.role, turn.text) for turn in turns])
-    assert ids.tolist() == [*found.ids, tokenizer.end_id]
-    assert counts.tolist() == [*map(int, found.assistant), 0]

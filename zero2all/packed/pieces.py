@@ -14,8 +14,9 @@ with the pieces that are there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,9 +28,10 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import crc32c_of, read_json, staged_folder, write_json
 from zero2all.common.records import READERS, training_text
 from zero2all.packed.shard_format import NO_GID, token_dtype
-from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, mark_id
+from zero2all.tokenizer.chat import ROLES, Dialogue, Message
 from zero2all.tokenizer.encoders import EncodedBatch, Encoder, EncoderConfig, EncoderName, open_encoder
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
+from zero2all.tokenizer.template import ChatTemplate, Part, chat_of
 
 PIECE_BYTES = 32 << 20
 """About as much of a corpus shard is one task."""
@@ -118,8 +120,9 @@ class Document(NamedTuple):
 
     gid: int
     texts: list[str]
-    turns: list[Message] | None
-    """None: plain text, the only one of `texts`."""
+    """What is encoded, each by itself."""
+    parts: list[Part] | None
+    """Of a conversation; None: plain text, the only one of `texts`."""
 
 
 def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str, Any]]:
@@ -148,21 +151,38 @@ def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str
     advance(end - start - told)
 
 
-def document_batches(part: Path, start: int, end: int, source: str, template: str) -> Iterator[list[Document]]:
-    """The documents in some bytes of a corpus shard (see `cut_part`), a batch at a time; tells `advance` the bytes."""
+def document_batches(
+    part: Path, start: int, end: int, source: str, template: str, chat: Callable[[], ChatTemplate] | None = None
+) -> Iterator[list[Document]]:
+    """The documents in some bytes of a corpus shard (see `cut_part`), a batch at a time; tells `advance` the bytes.
+    Without `chat`, of conversations the texts of the messages alone."""
     batch: list[Document] = []
     characters = 0
     for record in _records(part, start, end, source):
         gid = record.get("gid", NO_GID)
-        turns = turns_of(record, f"{part}, record gid {gid}")
-        texts = [training_text(record, template)] if turns is None else [turn.text for turn in turns]
-        batch.append(Document(gid, texts, turns))
+        where = f"{part}, record gid {gid}"
+        turns, parts = turns_of(record, where), None
+        if turns is None:
+            texts = [training_text(record, template)]
+        elif chat is None:
+            texts = [turn.text for turn in turns]
+        else:
+            parts = _laid_out(chat(), turns, where)
+            texts = [each.text for each in parts if not each.is_control]
+        batch.append(Document(gid, texts, parts))
         characters += sum(map(len, texts))
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+def _laid_out(chat: ChatTemplate, turns: list[Message], where: str) -> list[Part]:
+    try:
+        return chat.parts(Dialogue(turns))
+    except UsageError as error:
+        raise BadInputError(f"{where}: {error}") from error
 
 
 # ---- writing --------------------------------------------------------------------------------------------------
@@ -173,11 +193,18 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
     names = ("documents", "tokens", "unknown_tokens", "text_bytes", "max_id", "conversations")
     totals = dict.fromkeys(names, 0)
     crc32c = crc32c_of(task.part, task.start, task.end)  # about 1 % of the work; what follows comes from the page cache
-    layout: ConversationLayout | None = None
+
+    @cache
+    def chat() -> ChatTemplate:
+        try:
+            return chat_of(task.tokenizer, tokenizer)
+        except UsageError as error:
+            raise BadInputError(f"The corpus has conversations. {error}") from error
+
     gids: list[int] = []
     all_lengths: list[np.ndarray] = []
     with open(folder / TOKENS, "wb") as tokens_file, open(folder / COUNTS, "wb") as counts_file:
-        for batch in document_batches(task.part, task.start, task.end, task.source, task.template):
+        for batch in document_batches(task.part, task.start, task.end, task.source, task.template, chat):
             texts = [text for document in batch for text in document.texts]
             encoded = encoder.encode_batch(texts)
             largest = int(encoded.ids.max(initial=0))
@@ -186,10 +213,9 @@ def _write_piece(task: PieceTask, tokenizer: Tokenizer, encoder: Encoder, folder
                     f"The encoder {encoder.name} gave the id {largest}, but the tokenizer has only "
                     f"{tokenizer.vocab_size} ids."
                 )
-            conversations = sum(document.turns is not None for document in batch)
+            conversations = sum(document.parts is not None for document in batch)
             if conversations:
-                layout = layout or ConversationLayout(tokenizer)
-                tokens, lengths, counts = _mixed_tokens(batch, encoded, tokenizer, layout)
+                tokens, lengths, counts = _mixed_tokens(batch, encoded, tokenizer)
             else:
                 tokens, lengths = _plain_tokens(encoded, tokenizer, dtype)
                 counts = None
@@ -233,26 +259,34 @@ def _plain_tokens(encoded: EncodedBatch, tokenizer: Tokenizer, dtype: np.dtype) 
 
 
 def _mixed_tokens(
-    batch: Sequence[Document], encoded: EncodedBatch, tokenizer: Tokenizer, layout: ConversationLayout
+    batch: Sequence[Document], encoded: EncodedBatch, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same where conversations are among the documents, and which tokens count in the loss."""
-    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    tokens, counts = [], []
+    begin = [] if tokenizer.begin_id is None else [Part(_name(tokenizer, tokenizer.begin_id), True, True)]
+    end = Part(_name(tokenizer, tokenizer.end_id), True, True)
+    tokens: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    lengths = []
     text = 0
     for document in batch:
-        texts = [
-            encoded.ids[encoded.offsets[number] : encoded.offsets[number + 1]]
-            for number in range(text, text + len(document.texts))
-        ]
-        text += len(document.texts)
-        if document.turns is None:
-            tokens.append(np.concatenate([np.array(begin, np.uint32), *texts, np.array([tokenizer.end_id], np.uint32)]))
-            counts.append(np.ones(len(tokens[-1]), np.uint8))
-        else:
-            ids, counted = layout.lay_out(document.turns, texts)
+        is_plain = document.parts is None
+        parts = document.parts or [*begin, Part("", False, True)]
+        size = 0
+        for part in (*parts, end._replace(counts=is_plain)):
+            if part.is_control:
+                ids = np.array([tokenizer.control[part.text]], np.uint32)
+            else:
+                ids = encoded.ids[encoded.offsets[text] : encoded.offsets[text + 1]]
+                text += 1
             tokens.append(ids)
-            counts.append(counted)
-    return np.concatenate(tokens), np.array([len(ids) for ids in tokens], np.int64), np.concatenate(counts)
+            counts.append(np.full(len(ids), part.counts, np.uint8))
+            size += len(ids)
+        lengths.append(size)
+    return np.concatenate(tokens), np.array(lengths, np.int64), np.concatenate(counts)
+
+
+def _name(tokenizer: Tokenizer, number: int) -> str:
+    return next(name for name, each in tokenizer.control.items() if each == number)
 
 
 def _utf8_bytes(text: str) -> int:
@@ -266,8 +300,8 @@ def _utf8_bytes(text: str) -> int:
 #
 #     <|begin_of_text|> <|message_start|> user\n…text… <|message_end|> … assistant\n… <|message_end|> <|end_of_text|>
 #
-# The marks are control ids; role and text are encoded each by itself, so no text can close a message or speak in
-# another's name. Counted in the loss is what the assistant writes: its text and the mark that ends its message.
+# or what the chat template of an imported tokenizer makes of it. The marks are control ids, which no text can spell.
+# Counted in the loss is what the assistant writes: its text and the mark that ends its message.
 
 
 OTHER_ROLE_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "function": "tool"}
@@ -299,29 +333,3 @@ def _turn(message: Any, role_key: str, text_key: str, where: str) -> Message:
             f"{where}: `{text_key}` is {type(text).__name__}, expected text. Correct it and build the corpus again."
         )
     return Message(str(role), text)
-
-
-class ConversationLayout:
-    """Puts encoded messages between their marks."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-        self._end = tokenizer.end_id
-        try:
-            start, self._message_end = (mark_id(tokenizer, part) for part in ("message_start", "message_end"))
-        except UsageError as error:
-            raise BadInputError(f"The corpus has conversations. {error}") from error
-        self._heads = {role: [start, *tokenizer.encode_text(f"{role}\n")] for role in ROLES}
-
-    def lay_out(self, turns: list[Message], texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of a conversation whose texts are encoded, and 1 for each that counts in the loss."""
-        ids: list[Any] = [self._begin]
-        counts: list[Any] = [np.zeros(len(self._begin), np.uint8)]
-        for turn, text in zip(turns, texts, strict=True):
-            head = self._heads[turn.role]
-            ids += [head, text, [self._message_end]]
-            counts.append(np.zeros(len(head), np.uint8))
-            counts.append(np.full(len(text) + 1, turn.role == LEARNED_ROLE, np.uint8))
-        ids.append([self._end])
-        counts.append(np.zeros(1, np.uint8))
-        return np.concatenate([np.asarray(part, np.uint32) for part in ids]), np.concatenate(counts)

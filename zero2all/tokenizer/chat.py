@@ -1,18 +1,21 @@
-"""Chats as ids. A chat is never rendered as one text and then encoded, or a message could contain marks.
+"""Messages, and our own chat template (`chat_template.jinja`), which every vocabulary that we train brings along.
 
     <|begin_of_text|> <|message_start|> user \\n …text… <|message_end|> <|message_start|> assistant \\n …
 
-The marks are control ids, placed by the program; role and text go through `encode_text`, each by itself, so neither can
-close a message or open another. `assistant` says which ids a model should learn to write.
+The marks are control ids. `template.py` lays conversations out with it, or with the template of an imported folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import UsageError
-from zero2all.tokenizer.load import Tokenizer
+from zero2all.common.files import package_text
+
+if TYPE_CHECKING:
+    from zero2all.tokenizer.load import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 LEARNED_ROLE = "assistant"
@@ -22,10 +25,6 @@ USUAL_NAMES = {
 }
 """What foreign tokenizers call these marks."""
 
-CHAT_TEMPLATE = """\
-{{- bos_token }}{% for message in messages %}{{ 'START' + message['role'] + '\\n' + message['content'] + 'END' }}\
-{% endfor %}{% if add_generation_prompt %}{{ 'STARTassistant\\n' }}{% endif %}"""
-
 
 @dataclass(frozen=True)
 class Message:
@@ -33,48 +32,51 @@ class Message:
 
     role: str
     text: str
+    thought: str = ""
+    """What the assistant thinks before it answers."""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """Functions that the assistant calls, as OpenAI's API writes them."""
+
+    def values(self) -> dict[str, Any]:
+        """As templates know it."""
+        values: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.thought:
+            values["reasoning_content"] = self.thought
+        if self.calls:
+            values["tool_calls"] = list(self.calls)
+        return values
 
 
 @dataclass(frozen=True)
-class ChatIds:
-    """A chat as a model reads it."""
+class Dialogue:
+    """The messages of a conversation, and what else a template is given."""
 
-    ids: list[int]
-    assistant: list[bool]
-    """For each id, whether the assistant wrote it: its text and the mark that ends its message. For loss masks."""
-
-
-def encode_chat(tokenizer: Tokenizer, messages: Iterable[Message], ask: bool = False) -> ChatIds:
-    """The ids of a chat; with `ask`, up to where the assistant is to write."""
-    start, end = (mark_id(tokenizer, role) for role in USUAL_NAMES)
-    ids = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    assistant = [False] * len(ids)
-    for message in messages:
-        if message.role not in ROLES:
-            raise UsageError(f"A message has the role {message.role!r}; expected one of {', '.join(ROLES)}.")
-        head = [start, *tokenizer.encode_text(f"{message.role}\n")]
-        body = [*tokenizer.encode_text(message.text), end]
-        ids += [*head, *body]
-        assistant += [False] * len(head) + [message.role == LEARNED_ROLE] * len(body)
-    if ask:
-        head = [start, *tokenizer.encode_text(f"{LEARNED_ROLE}\n")]
-        ids += head
-        assistant += [False] * len(head)
-    return ChatIds(ids, assistant)
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the assistant may call."""
+    thinking: bool | None = None
+    """Whether it is to think before it answers; None leaves that to the template."""
 
 
-def chat_template(tokenizer: Tokenizer) -> str | None:
-    """The same layout for tools that render text (see `save.compatible_files`); None without the two marks."""
+def own_template(tokenizer: Tokenizer) -> str | None:
+    """Our template with the marks of this tokenizer; None where it has none."""
     try:
-        start, end = (_mark(tokenizer, role) for role in USUAL_NAMES)
+        marks = [_mark(tokenizer, role) for role in USUAL_NAMES]
     except UsageError:
         return None
-    return CHAT_TEMPLATE.replace("START", start).replace("END", end)
+    return template_text(*marks)
 
 
-def mark_id(tokenizer: Tokenizer, role: str) -> int:
-    """The id of message_start or message_end."""
-    return tokenizer.encode_control(_mark(tokenizer, role))
+def template_text(start: str, end: str) -> str:
+    """Our template with these marks."""
+    text = package_text(__package__, "chat_template.jinja")
+    return text.replace("MESSAGE_START", start).replace("MESSAGE_END", end)
+
+
+def require_marks(tokenizer: Tokenizer) -> None:
+    """UsageError where a tokenizer has no marks for messages."""
+    for role in USUAL_NAMES:
+        _mark(tokenizer, role)
 
 
 def _mark(tokenizer: Tokenizer, role: str) -> str:

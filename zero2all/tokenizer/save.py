@@ -1,11 +1,12 @@
 """Write a tokenizer folder that Hugging Face tools can load, and in which text never produces a control id.
 
-The folder holds `tokenizer.json`, `tokenizer_config.json` and, last, our `manifest.json`; a SentencePiece tokenizer
-also has its `sentencepiece.model`. The control tokens are in the model's vocabulary, but nothing leads to them: no
-merge makes one (BPE), and their score is too low for any segmentation (unigram). tokenizer.json declares no added
-tokens; only tokenizer_config.json does, together with `split_special_tokens`. So `tokenizers.Tokenizer.from_file` reads
-`<|end_of_text|>` in a text as ordinary characters, and so does `AutoTokenizer`, which still knows the special ids for
-decoding and for `eos_token_id`. (If transformers saves the folder again, plain `tokenizers` will recognise them.)
+The folder holds `tokenizer.json`, `tokenizer_config.json`, the chat template and, last, our `manifest.json`; a
+SentencePiece tokenizer also has its `sentencepiece.model`. The control tokens are in the model's vocabulary, but
+nothing leads to them: no merge makes one (BPE), and their score is too low for any segmentation (unigram).
+tokenizer.json declares no added tokens; only tokenizer_config.json does, together with `split_special_tokens`. So
+`tokenizers.Tokenizer.from_file` reads `<|end_of_text|>` in a text as ordinary characters, and so does `AutoTokenizer`,
+which still knows the special ids for decoding and for `eos_token_id`. (If transformers saves the folder again, plain
+`tokenizers` will recognise them.)
 
 The *compatible* layout, for tools that render chat templates as text, gives the property up: see `compatible_files`.
 """
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import staged_folder, write_json
+from zero2all.common.files import staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.tokenizer.chat import template_text
 from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet
 
@@ -132,6 +134,7 @@ def save_tokenizer(
     with staged_folder(folder) as partial:
         write_json(partial / TOKENIZER_NAME, tokenizer_json)
         write_json(partial / CONFIG_NAME, _hugging_face_config(specials))
+        write_atomic(partial / CHAT_TEMPLATE_NAME, template_text(specials.message_start, specials.message_end).encode())
         write_manifest(partial, "tokenizer", inputs, facts)
 
 
