@@ -22,7 +22,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "zero2all"
 
-STAGES = ("corpus", "tokenizer", "packed", "model", "train", "infer", "evals", "exchange", "config", "track")
+STAGES = (
+    "corpus",
+    "tokenizer",
+    "packed",
+    "model",
+    "train",
+    "infer",
+    "evals",
+    "exchange",
+    "finetune",
+    "config",
+    "track",
+)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # the foundations import nothing of ours
@@ -61,6 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
+    "finetune": ("corpus", "packed", "tokenizer", "infer.load", "train", "exchange", "config"),
     # on top of everything
     "predict": (*STAGES, "ops", "parallel", "estimate"),
     "measure": (*STAGES, "ops", "parallel", "estimate", "predict"),

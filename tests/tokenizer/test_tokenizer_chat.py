@@ -151,7 +151,7 @@ def test_ten_thousand_injections_set_no_control_token(tokenizer):
 def control_ids(template, dialogue):
     """The control ids of a conversation, each with whether it counts."""
     parts = template.parts(dialogue)
-    control = template._tokenizer.control_ids
+    control = template.tokenizer.control_ids
     return [(i, part.counts) for part in parts for i in template.ids_of([part]) if i in control]
 
 
@@ -212,7 +212,7 @@ def test_in_a_template_without_the_tag_answers_are_found_by_their_text(tokenizer
     ("source", "said"),
     [
         ("{{ messages[0].content }}", "leaves out what message 2 says"),
-        ("{% for m in messages %}{{ m.content[1:] }}{% endfor %}", "changes what the assistant wrote"),
+        ("{% for m in messages %}{{ m.content | reverse }}{% endfor %}", "changes what the assistant wrote"),
         ("{{ raise_exception('Roles must alternate') }}", "cannot lay out this conversation: Roles must alternate"),
     ],
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.files import package_text
+from zero2all.tokenizer.save import template_text
 
 if TYPE_CHECKING:
     from zero2all.tokenizer.load import Tokenizer
@@ -65,12 +65,6 @@ def own_template(tokenizer: Tokenizer) -> str | None:
     except UsageError:
         return None
     return template_text(*marks)
-
-
-def template_text(start: str, end: str) -> str:
-    """Our template with these marks."""
-    text = package_text(__package__, "chat_template.jinja")
-    return text.replace("MESSAGE_START", start).replace("MESSAGE_END", end)
 
 
 def require_marks(tokenizer: Tokenizer) -> None:

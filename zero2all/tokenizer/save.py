@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.files import staged_folder, write_atomic, write_json
+from zero2all.common.files import package_text, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
-from zero2all.tokenizer.chat import template_text
 from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet
 
@@ -136,6 +135,12 @@ def save_tokenizer(
         write_json(partial / CONFIG_NAME, _hugging_face_config(specials))
         write_atomic(partial / CHAT_TEMPLATE_NAME, template_text(specials.message_start, specials.message_end).encode())
         write_manifest(partial, "tokenizer", inputs, facts)
+
+
+def template_text(start: str, end: str) -> str:
+    """Our template with these marks."""
+    text = package_text(__package__, "chat_template.jinja")
+    return text.replace("MESSAGE_START", start).replace("MESSAGE_END", end)
 
 
 def _hugging_face_config(specials: SpecialsConfig) -> dict[str, Any]:

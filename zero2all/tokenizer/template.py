@@ -55,7 +55,7 @@ class ChatTemplate:
     """A template, with the tokenizer it is for."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, place: str) -> None:
-        self.source, self._tokenizer, self._place = source, tokenizer, place
+        self.source, self.tokenizer, self._place = source, tokenizer, place
         self._has_tag = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self._render = _compiled(source, place)
         names = [*tokenizer.control, OPEN, CLOSE]
@@ -74,16 +74,16 @@ class ChatTemplate:
         mark, values = self._without_names(_values(Dialogue(messages, thinking=thinking)))
         text = self._text(values, ask=True)
         plain = text.replace(OPEN, "").replace(CLOSE, "")
-        if mark not in text and (ids := self._tokenizer.encode_marked(plain)) is not None:
+        if mark not in text and (ids := self.tokenizer.encode_marked(plain)) is not None:
             # A normalizer may have made a name of what was none: of full-width letters, say.
-            found = [number for number in ids if number in self._tokenizer.control_ids]
-            if found == [self._tokenizer.control[name] for name in self._cuts.findall(plain)]:
+            found = [number for number in ids if number in self.tokenizer.control_ids]
+            if found == [self.tokenizer.control[name] for name in self._cuts.findall(plain)]:
                 return ids
         return self.ids_of(self._parts(plain, mark))
 
     def ids_of(self, parts: Sequence[Part]) -> list[int]:
         """The ids of parts."""
-        control, encode = self._tokenizer.control, self._tokenizer.encode_text
+        control, encode = self.tokenizer.control, self.tokenizer.encode_text
         return [i for part in parts for i in ([control[part.text]] if part.is_control else encode(part.text))]
 
     # ---- data -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class ChatTemplate:
         except UsageError:
             return ()
         found = self._cuts.match(text.partition(answer)[2].lstrip().lstrip(CLOSE).lstrip())
-        return () if found is None else (self._tokenizer.encode_control(found[0]),)
+        return () if found is None else (self.tokenizer.encode_control(found[0]),)
 
 
 @lru_cache(maxsize=8)

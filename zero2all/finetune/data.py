@@ -1,0 +1,288 @@
+"""Files of conversations -> a packed source with a loss mask, in a folder of its own.
+
+    sft/<run>/
+        chat/{train,valid}/       the packed conversations, each with its best-fit rows
+        conversations.json        what was read: forms, counts, what was left out and why; written last
+        left_out.jsonl            file, place, reason and detail of what was left out
+
+    read = kept + sum(left_out)
+
+Files are read by the corpus's readers, whatever their format. Left out are rows that are damaged, no conversation (see
+`dialogues`), refused by the chat template, the same as one before, or longer than a row. What is held out is chosen by
+the text alone, so that it stays the same when data is added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from zero2all.common import jsonio
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import read_json, staged_folder, sweep_partials, write_json
+from zero2all.common.manifest import fingerprint, is_current, write_manifest
+from zero2all.common.progress import progress
+from zero2all.common.records import SPLITS
+from zero2all.corpus.listing import list_files, require_readable
+from zero2all.corpus.readers import NOT_READ, Damaged, Format, Limits, Origin, RawRow, plan_units, read_unit
+from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, log_key, texts_of
+from zero2all.packed.bestfit import build_best_fit
+from zero2all.packed.pieces import COUNTS, LENGTHS, TOKENS
+from zero2all.packed.shard_format import open_split, token_dtype
+from zero2all.packed.shard_writer import SHARD_TOKENS, PieceTokens, plan_shards, write_shard
+from zero2all.packed.writer import split_content, write_report
+from zero2all.tokenizer.chat import Dialogue
+from zero2all.tokenizer.load import load_tokenizer
+from zero2all.tokenizer.template import ChatTemplate, Part, TemplateError, chat_of
+
+RULES = 1
+"""Raise it when the same files would give other tokens."""
+SOURCE = "chat"
+"""What the packed conversations are called, as a source and as a channel."""
+REPORT_NAME, LEFT_OUT_NAME = "conversations.json", "left_out.jsonl"
+BATCH = 256
+PLACES = 1 << 16
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How conversations are packed."""
+
+    seq_len: int
+    valid_share: float = 0.02
+    """Share of the conversations that is held out."""
+
+
+@dataclass
+class _Counts:
+    """What was read."""
+
+    read: int = 0
+    """Rows; of a log, conversations."""
+    kept: int = 0
+    forms: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    """Of each reason the first row."""
+
+
+def pack_conversations(
+    paths: Sequence[Path], tokenizer_folder: Path, folder: Path, options: DataOptions
+) -> dict[str, Any]:
+    """Pack all conversations in files and folders; returns what `conversations.json` says. Work that is done is not
+    done again."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    template = chat_of(tokenizer_folder, tokenizer)
+    for path in paths:
+        require_readable(path, str(path))
+    files = [file for path in paths for file in list_files(path).files]
+    stamps = [[file.name, file.size_bytes, file.mtime_ns] for file in files]
+    decisive = [RULES, stamps, tokenizer.fingerprint, template.source, options.seq_len, options.valid_share]
+    inputs = fingerprint(decisive)
+    report_path = folder / REPORT_NAME
+    known = read_json(report_path) if report_path.is_file() else {}
+    if known.get("inputs") == inputs and all(is_current(folder / SOURCE / each, "packed", inputs) for each in SPLITS):
+        return dict(known)
+    folder.mkdir(parents=True, exist_ok=True)
+    sweep_partials(report_path)
+    report_path.unlink(missing_ok=True)
+    counts = _Counts()
+    work = folder / ".build"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    with open(folder / LEFT_OUT_NAME, "wb") as left_out, _Writers(work, template, options, counts) as writers:
+        for file, item in _dialogues(files, counts):
+            writers.add(item, file, left_out)
+        writers.flush(left_out)
+    if not counts.kept:
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.left_out.most_common())
+        raise BadInputError(
+            f"There is no conversation to learn from in {', '.join(map(str, paths))} (read: {counts.read:,}; left "
+            f"out: {reasons or 'none'}). {folder / LEFT_OUT_NAME} has each with its reason."
+        )
+    manifests = [_write_split(folder, split, writers.totals[split], tokenizer, inputs, work) for split in SPLITS]
+    shutil.rmtree(work)
+    rows = {}
+    for split in SPLITS:
+        opened = open_split(folder, SOURCE, split)
+        if opened.tokens:
+            rows[split] = build_best_fit(opened, options.seq_len)["rows"]
+    write_report(folder, tokenizer.fingerprint, manifests)
+    report = {
+        "inputs": inputs,
+        "read": counts.read,
+        "kept": counts.kept,
+        "forms": dict(counts.forms),
+        "left_out": dict(counts.left_out.most_common()),
+        "examples": counts.examples,
+        "rows": rows,
+        "tokens": {split: writers.totals[split]["tokens"] for split in SPLITS},
+        "learned_tokens": {split: writers.totals[split]["learned"] for split in SPLITS},
+    }
+    write_json(report_path, report)
+    return report
+
+
+# ---- reading --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A row, or all rows of a conversation, and where it is."""
+
+    place: str
+    dialogue: Dialogue | None
+    reason: str = ""
+    detail: str = ""
+
+
+def _dialogues(files: Sequence[Any], counts: _Counts) -> Iterator[tuple[str, _Item]]:
+    """Every conversation of every file, or why a row is none."""
+    limits = Limits()
+    with progress("conversations", total=sum(file.size_bytes for file in files), unit="B") as bar:
+        for file in files:
+            log: dict[Any, list[RawRow]] = {}
+            origin: Origin | None = None
+            for unit in plan_units(file, limits):
+                if unit.format in NOT_READ and unit.format is not Format.EMPTY:
+                    yield file.name, _Item("", None, "not_read", f"{unit.format} {unit.note}")
+                for item in read_unit(unit, limits, bar.advance):
+                    if item.origin is not origin:  # another member of an archive
+                        origin = item.origin
+                        yield from ((file.name, each) for each in _logged(log))
+                    if isinstance(item, Damaged):
+                        yield file.name, _Item(item.place, None, item.reason, item.detail)
+                        continue
+                    form = form_of(item.fields)
+                    counts.forms[form or "none"] += 1
+                    if form == "log":
+                        log.setdefault(log_key(item.fields), []).append(item)
+                    else:
+                        yield file.name, _item(item.place, lambda item=item, form=form: dialogue_of(item.fields, form))
+            for each in _logged(log):
+                yield file.name, each
+
+
+def _logged(log: dict[Any, list[RawRow]]) -> Iterator[_Item]:
+    """The conversations of a file with a row per message; rows are counted as one each."""
+    for rows in log.values():
+        yield _item(rows[0].place, lambda rows=rows: log_dialogue([row.fields for row in rows]))
+    log.clear()
+
+
+def _item(place: str, read: Any) -> _Item:
+    try:
+        return _Item(place, read())
+    except RowError as error:
+        return _Item(place, None, error.reason, str(error))
+
+
+# ---- writing --------------------------------------------------------------------------------------------------
+
+
+class _Writers:
+    """Tokens of both splits, as they are encoded."""
+
+    def __init__(self, work: Path, template: ChatTemplate, options: DataOptions, counts: _Counts) -> None:
+        self.template, self.options, self.counts = template, options, counts
+        self.tokenizer = template.tokenizer
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+        names = ("documents", "tokens", "learned", "text_bytes", "max_id", "conversations")
+        self.totals = {split: dict.fromkeys(names, 0) for split in SPLITS}
+        self._files: dict[tuple[str, str], IO[bytes]] = {}
+        self._work = work
+        self._seen: set[bytes] = set()
+        self._waiting: list[tuple[str, str, str, Dialogue, list[Part]]] = []
+
+    def __enter__(self) -> _Writers:
+        for split in SPLITS:
+            (self._work / split).mkdir()
+            for name in (TOKENS, LENGTHS, COUNTS):
+                self._files[split, name] = open(self._work / split / name, "wb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, item: _Item, file: str, left_out: IO[bytes]) -> None:
+        """Take a conversation, or note why it is left out."""
+        self.counts.read += 1
+        if item.dialogue is None:
+            self._leave_out(left_out, file, item.place, item.reason, item.detail)
+            return
+        try:
+            parts = self.template.parts(item.dialogue)
+        except TemplateError as error:
+            self._leave_out(left_out, file, item.place, "template", str(error))
+            return
+        digest = hashlib.blake2b(
+            "\0".join(part.text for part in parts).encode("utf-8", "replace"), digest_size=16
+        ).digest()
+        if digest in self._seen:
+            self._leave_out(left_out, file, item.place, "duplicate", "")
+            return
+        self._seen.add(digest)
+        is_valid = int.from_bytes(digest[:2], "little") < self.options.valid_share * PLACES
+        self._waiting.append((SPLITS[is_valid], file, item.place, item.dialogue, parts))
+        if len(self._waiting) >= BATCH:
+            self.flush(left_out)
+
+    def flush(self, left_out: IO[bytes]) -> None:
+        """Encode and write what waits."""
+        texts = [part.text for *_, parts in self._waiting for part in parts if not part.is_control]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        control = self.tokenizer.control
+        for split, file, place, dialogue, parts in self._waiting:
+            ids = [[control[part.text]] if part.is_control else next(encoded) for part in parts]
+            tokens = np.fromiter((number for each in ids for number in each), self.dtype)
+            masks = [np.full(len(each), part.counts, np.uint8) for each, part in zip(ids, parts, strict=True)]
+            if len(tokens) > self.options.seq_len + 1:
+                detail = f"{len(tokens):,} tokens; a row has room for {self.options.seq_len + 1:,}"
+                self._leave_out(left_out, file, place, "too_long", detail)
+                continue
+            self._files[split, TOKENS].write(tokens.tobytes())
+            mask = np.concatenate(masks)
+            self._files[split, COUNTS].write(mask.tobytes())
+            self._files[split, LENGTHS].write(np.array([len(tokens)], "<u4").tobytes())
+            totals = self.totals[split]
+            totals["documents"] += 1
+            totals["conversations"] += 1
+            totals["tokens"] += len(tokens)
+            totals["learned"] += int(mask.sum())
+            totals["text_bytes"] += sum(len(text.encode("utf-8", "replace")) for text in texts_of(dialogue))
+            totals["max_id"] = max(totals["max_id"], int(tokens.max()))
+            self.counts.kept += 1
+        self._waiting.clear()
+
+    def _leave_out(self, left_out: IO[bytes], file: str, place: str, reason: str, detail: str) -> None:
+        self.counts.left_out[reason] += 1
+        where = f"{file}, {place}" if place else file
+        self.counts.examples.setdefault(reason, f"{where}: {detail}" if detail else where)
+        left_out.write(jsonio.dumps_line({"file": file, "place": place, "reason": reason, "detail": detail[:500]}))
+
+
+def _write_split(
+    folder: Path, split: str, totals: Mapping[str, int], tokenizer: Any, inputs: str, work: Path
+) -> dict[str, Any]:
+    """Write a split from what was encoded; returns its manifest."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    lengths = np.fromfile(work / split / LENGTHS, "<u4")
+    plan = plan_shards([lengths], SHARD_TOKENS)
+    known: dict[str, dict[str, Any]] = {}
+    with staged_folder(folder / SOURCE / split) as partial:
+        for number, stretches in enumerate(plan):
+            parts = [(PieceTokens(work / split, dtype.str), stretch) for stretch in stretches]
+            known |= write_shard(partial, number, dtype.str, parts, gids=False, masked=True)
+        counted = {name: count for name, count in totals.items() if name != "learned"}
+        facts = {"shards": len(plan), **counted, "loss_mask": True, "gids": False}
+        content = {**split_content(SOURCE, split, SOURCE, tokenizer), **facts}
+        write_manifest(partial, "packed", inputs, content, known)
+    return content

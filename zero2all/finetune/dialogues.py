@@ -1,0 +1,219 @@
+"""Rows of others as conversations.
+
+    messages    {"messages": [{"role", "content"}, …]}, also under `conversations`; `tools`, `tool_calls`, thoughts
+    sharegpt    {"conversations": [{"from", "value"}, …]}, with `system` and `tools` beside it
+    alpaca      {"instruction", "input", "output"}, with `system` and `history`; also {"question", "answer"}
+    prompt      {"prompt", "completion"}, each a text or messages
+    log         a row per message, with a column that names the conversation; without one a file is a conversation
+
+Which form a row has is seen from its keys. Roles are never put into another order: a row whose roles are out of order,
+or which has nothing to learn, is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from zero2all.common import jsonio
+from zero2all.packed.pieces import OTHER_ROLE_NAMES
+from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Dialogue, Message
+
+LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
+"""What a list of messages is called."""
+ROLE_KEYS, TEXT_KEYS = ("role", "from", "speaker", "sender"), ("content", "value", "message", "text")
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+LOG_KEYS = (
+    "conversation_id",
+    "conversation",
+    "conv_id",
+    "dialog_id",
+    "dialogue_id",
+    "chat_id",
+    "session_id",
+    "thread_id",
+)
+"""What the column that names the conversation of a message is called."""
+ROLE_NAMES = {
+    **OTHER_ROLE_NAMES,
+    **{"developer": "system", "ai": "assistant", "model": "assistant", "observation": "tool", "ipython": "tool"},
+    **{"function_call": "assistant", "function_response": "tool", "customer": "user", "agent": "assistant"},
+}
+FOLLOWS = {
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+"""Which roles may follow a role; None: the beginning."""
+INSTRUCTION_KEYS = (("instruction", "output"), ("question", "answer"), ("query", "response"), ("prompt", "response"))
+
+
+class RowError(ValueError):
+    """A row that is no conversation to learn from."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        """`reason`: a name that is counted."""
+        super().__init__(detail)
+        self.reason = reason
+
+
+def form_of(fields: Mapping[str, Any]) -> str:
+    """Which form a row has: messages, sharegpt, alpaca, prompt, log; empty where it has none."""
+    for name in LISTS:
+        messages = _parsed(fields.get(name))
+        if isinstance(messages, list) and messages and isinstance(messages[0], Mapping):
+            return "sharegpt" if "from" in messages[0] else "messages"
+    if "chosen" in fields and "rejected" in fields:
+        return ""
+    if any(fields.get(key) is not None for key in ("role", "speaker", "sender", "from")) and _text_key(fields):
+        return "log"
+    if "prompt" in fields and "completion" in fields:
+        return "prompt"
+    return "alpaca" if any(ask in fields and answer in fields for ask, answer in INSTRUCTION_KEYS) else ""
+
+
+def dialogue_of(fields: Mapping[str, Any], form: str) -> Dialogue:
+    """The conversation in a row of this form. RowError where there is none."""
+    readers: dict[str, Callable[[Mapping[str, Any]], list[Message]]] = {
+        "messages": _from_list,
+        "sharegpt": _from_list,
+        "alpaca": _from_alpaca,
+        "prompt": _from_prompt,
+    }
+    if form not in readers:
+        kind = "preference_pair" if "chosen" in fields and "rejected" in fields else "no_conversation"
+        raise RowError(kind, f"fields: {', '.join(map(str, fields))}")
+    messages = readers[form](fields)
+    if form != "messages" and isinstance(system := fields.get("system"), str) and system.strip():
+        messages = [Message("system", system), *messages]
+    tools = _parsed(fields.get("tools")) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowError("tools_not_understood", f"`tools` is {str(tools)[:80]!r}, expected a list of objects")
+    options = fields.get("chat_template_kwargs")
+    thinking = options.get("enable_thinking") if isinstance(options, Mapping) else None
+    return checked(Dialogue(messages, [_without_nulls(tool) for tool in tools], thinking))
+
+
+def log_dialogue(rows: Sequence[Mapping[str, Any]]) -> Dialogue:
+    """The conversation of rows that are a message each."""
+    return checked(Dialogue([_message(row) for row in rows]))
+
+
+def log_key(fields: Mapping[str, Any]) -> str | None:
+    """Which conversation a message belongs to; None where its file is one."""
+    return next((str(fields[key]) for key in LOG_KEYS if fields.get(key) is not None), None)
+
+
+def checked(dialogue: Dialogue) -> Dialogue:
+    """The dialogue, unless its roles are out of order or there is nothing to learn from it."""
+    messages = dialogue.messages
+    for number, (before, role) in enumerate(pairwise([None, *(message.role for message in messages)]), 1):
+        if role not in FOLLOWS[before] or (
+            role == "tool" and before == LEARNED_ROLE and not messages[number - 2].calls
+        ):
+            raise RowError("roles_out_of_order", f"message {number} is of {role}, after {before or 'nothing'}")
+    answers = [message for message in messages if message.role == LEARNED_ROLE]
+    if not answers:
+        raise RowError("no_assistant_turn", f"roles: {', '.join(message.role for message in messages)}")
+    empty = next((n for n, each in enumerate(answers, 1) if not each.text.strip() and not each.calls), None)
+    if empty is not None:
+        raise RowError("empty_answer", f"answer {empty} of {len(answers)}")
+    return dialogue
+
+
+# ---- forms ----------------------------------------------------------------------------------------------------
+
+
+def _from_list(fields: Mapping[str, Any]) -> list[Message]:
+    found = (_parsed(fields.get(name)) for name in LISTS)
+    return [_message(each) for each in next(each for each in found if isinstance(each, list) and each)]
+
+
+def _from_alpaca(fields: Mapping[str, Any]) -> list[Message]:
+    ask, answer = next(keys for keys in INSTRUCTION_KEYS if all(key in fields for key in keys))
+    asked = [_text(fields.get(ask), ask), _text(fields.get("input") or "", "input")]
+    turns = [*_history(fields.get("history")), ("\n".join(filter(None, asked)), _text(fields.get(answer), answer))]
+    return [Message(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+
+
+def _history(value: Any) -> Iterator[tuple[str, str]]:
+    for pair in _parsed(value) or ():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowError("history_not_understood", f"`history` has {str(pair)[:80]!r}, expected [question, answer]")
+        yield _text(pair[0], "history"), _text(pair[1], "history")
+
+
+def _from_prompt(fields: Mapping[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    for key, role in (("prompt", "user"), ("completion", LEARNED_ROLE)):
+        value = _parsed(fields[key])
+        messages += map(_message, value) if isinstance(value, list) else [Message(role, _text(value, key))]
+    return messages
+
+
+def _message(values: Any) -> Message:
+    if not isinstance(values, Mapping):
+        raise RowError("message_not_understood", f"a message is {type(values).__name__}, expected role and content")
+    said = next((values[key] for key in ROLE_KEYS if values.get(key) is not None), None)
+    name = str(said).strip().lower()
+    role = ROLE_NAMES.get(name, name)
+    if role not in ROLES:
+        raise RowError("unknown_role", f"{said!r}, expected one of {', '.join(ROLES)}")
+    key = _text_key(values)
+    calls = _calls(values.get("tool_calls"))
+    if name == "function_call":
+        calls, text = _calls([_parsed(values.get(key or ""))]), ""
+    else:
+        value = values.get(key) if key else None
+        text = "" if value is None and calls else _text(value, key or "content")
+    thought = next((values[key] for key in THOUGHT_KEYS if values.get(key)), "")
+    return Message(role, text, _text(thought, "reasoning_content"), calls)
+
+
+def _text_key(values: Mapping[str, Any]) -> str | None:
+    return next((key for key in TEXT_KEYS if key in values), None)
+
+
+def _calls(value: Any) -> tuple[Mapping[str, Any], ...]:
+    calls = _parsed(value) or []
+    for call in calls if isinstance(calls, list) else [calls]:
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or inner.get("arguments") is None:
+            raise RowError("call_not_understood", f"{str(call)[:80]!r}, expected a name and arguments")
+    return tuple(_without_nulls(call) for call in calls)
+
+
+def _text(value: Any, key: str) -> str:
+    """A text, or the texts of a list of parts."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value
+    ):
+        return "".join(part["text"] for part in value)
+    raise RowError("not_text", f"`{key}` is {type(value).__name__}, expected text")
+
+
+def _parsed(value: Any) -> Any:
+    """What JSON in a text says: columns of CSV files and of older sets hold lists as text."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return jsonio.loads(value.encode())
+        except ValueError:
+            return value
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Arrow fills keys that a row does not have with null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def texts_of(dialogue: Dialogue) -> Iterable[str]:
+    """What its messages say."""
+    return (message.text for message in dialogue.messages)
