@@ -33,13 +33,16 @@ from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.question_files import read_probes
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
+from zero2all.finetune.sft import FOLDER
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel, load_run, untrained
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
 from zero2all.model.config import parameter_counts
+from zero2all.packed.remote import packed_root
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import own_text
+from zero2all.quickstart.chat import ANSWERS_NAME, CONVERSATIONS, ChatScore, completed_facts, judge, teach
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
@@ -49,6 +52,7 @@ from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import best_step
 from zero2all.train.run import train
+from zero2all.train.validate import held_out_scores, open_valid_splits, valid_sources
 
 WORLD_SEED = 1
 STILL_FALLING = 0.002
@@ -115,12 +119,23 @@ class QuickstartRun:
     """(channel, prompt, continuation)."""
     parameters: int = 0
     own_data: bool = False
+    chat: dict[str, dict[str, ChatScore]] = field(default_factory=dict)
+    """What is answered in a chat, by language: of the base model (`base`) and the fine-tuned one (`sft`)."""
+    chat_held_out: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The held-out text of the base model, scored with the chat model."""
+    chat_probes: float = 0.0
+    """The share of the probes that the chat model completes."""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out loss), in the order of steps."""
     best_step: int = 0
     """The checkpoint with the lowest held-out loss: the one that is judged, written with and exported."""
     losses: list[str] = field(default_factory=list)
     """The rules that dropped much of it, in words."""
+
+    @property
+    def chat_name(self) -> str:
+        """The run that answers in a chat."""
+        return f"{self.config.train.name}-chat"
 
     @property
     def is_falling(self) -> bool:
@@ -178,7 +193,33 @@ def run_quickstart(
         is_english = language() == "zh" and not cjk_fonts()
         said = human_bytes(picture.stat().st_size)
         done(f"{said}, in English: no Chinese font is installed" if is_english else said)
+    if own is None:
+        with timer.stage("chat") as done:
+            _chat(run, loaded, size or WorldSize())
+            facts, refused = (_shares(run.chat["sft"], kind) for kind in ("known_fact", "outside"))
+            done(f"facts answered: {facts}; refused what it cannot know: {refused}")
     return run
+
+
+def _chat(run: QuickstartRun, base: LoadedModel, size: WorldSize) -> None:
+    """Teach the model to answer, and ask before and after."""
+    workspace, folder = run.workspace, run.workspace.run(run.chat_name)
+    count = min(CONVERSATIONS, max(50, size.bytes_per_language // 800))
+    teach(workspace, base.name, run.chat_name, WORLD_SEED, count, base.step)
+    taught = load_run(workspace, run.chat_name)
+    known = completed_facts(run.evaluation)
+    for name, loaded in (("base", base), ("sft", taught)):
+        run.chat[name] = judge(loaded, WORLD_SEED, known, folder / "eval" / f"{name}-{ANSWERS_NAME}")
+    assert base.config is not None, "it is a run"
+    packed = packed_root(workspace.packed, base.config.data)
+    splits = open_valid_splits(packed, valid_sources(packed, base.config))
+    run.chat_held_out = held_out_scores(taught.model, splits, base.config)
+    probes = read_probes(workspace.raw / PROBES_NAME)
+    run.chat_probes = summarize(run_probes(Engine(taught), probes))["accuracy"]
+
+
+def _shares(scores: dict[str, ChatScore], kind: str) -> str:
+    return ", ".join(f"{language} {score.share(kind):.0%}" for language, score in scores.items())
 
 
 def _build_data(run: QuickstartRun, timer: _Timer, own: OwnText | None, given: Collection[str]) -> dict[str, Any]:
@@ -244,7 +285,8 @@ def clear_workspace(work: Path) -> None:
     if not (work / STAMP_NAME).is_file():
         return
     workspace = Workspace(work)
-    for folder in (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs, work / "hf"):
+    folders = (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs)
+    for folder in (*folders, work / "hf", work / FOLDER):
         shutil.rmtree(folder, ignore_errors=True)
     for name in (TIMES_NAME, SUMMARY_NAME, STAMP_NAME):
         (work / name).unlink(missing_ok=True)

@@ -15,6 +15,7 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, language, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
+from zero2all.quickstart.chat import ChatScore
 from zero2all.quickstart.pipeline import SUMMARY_NAME, QuickstartRun
 from zero2all.train.validate import all_rows
 
@@ -55,6 +56,9 @@ def _results(journey: QuickstartRun) -> list[str]:
                 f"{new_wording_accuracy(journey.evaluation):.1%}; before training {before:.1%}."
             )
         )
+    if journey.chat:
+        answered, refused = (_by_language(journey.chat["sft"], kind) for kind in ("fact", "outside"))
+        lines.append(t(f"In a chat: facts answered {answered}; questions about other things refused {refused}."))
     if journey.samples:
         prompt, text = _shown_sample(journey)
         lines.append(f"{t('Sample:')} {_one_line(prompt + text)}")
@@ -62,6 +66,10 @@ def _results(journey: QuickstartRun) -> list[str]:
     places = ("corpus/report.html", str(run.relative_to(journey.workspace.root) / "curves.png"), "hf")
     lines.append(t(f"In {root}: {SUMMARY_NAME} (all tables), {places[0]}, {places[1]}, {places[2]} (the model)."))
     return lines
+
+
+def _by_language(scores: Mapping[str, ChatScore], kind: str) -> str:
+    return ", ".join(f"{language} {score.share(kind):.0%}" for language, score in scores.items())
 
 
 def new_wording_accuracy(evaluation: Mapping[str, Any]) -> float:
@@ -137,7 +145,9 @@ def next_commands(journey: QuickstartRun) -> list[str]:
     z2a, in_work = z2a_command(), f"--work {shlex.quote(str(work))}"
     prompt = shlex.quote(_one_line(_shown_sample(journey)[0]) if journey.samples else "Hello")
     step = f" --step {journey.best_step}" if journey.best_step < journey.config.train.steps else ""
+    chat = [f"{z2a} chat {shlex.quote(journey.chat_name)} {in_work}"] if journey.chat else []
     commands = [
+        *chat,
         f"{z2a} generate {shlex.quote(name)} {in_work}{step} --prompt {prompt} --temperature 0.7",
         f"{z2a} board {shlex.quote(str(work))}",
     ]
@@ -184,6 +194,12 @@ def _markdown(journey: QuickstartRun) -> str:
         parts += [f"## {t('Probes')}", note, _probe_table(journey)]
         shown_probes = (f"- P({of} | {on}) = {old:.4f} → {new:.4f}" for on, of, old, new in journey.shown_probes)
         parts.append("\n".join(shown_probes))
+    if journey.chat:
+        note = t(
+            "Asked one by one, as `z2a chat` asks: each fact and sum in a wording that no conversation has for it, and "
+            "questions about things outside its world, which are to be refused. All answers are in eval/ of the run."
+        )
+        parts += [f"## {t('Chat')}", note, _chat_table(journey)]
     parts.append(f"## {t('Samples')}")
     for channel, prompt, text in journey.samples:
         shown = terminal_safe(prompt + text, keep=TEXT_MARKS).rstrip()
@@ -228,6 +244,18 @@ def _probe_table(journey: QuickstartRun) -> str:
         for group, means in values["groups"].items():
             rows.append([t(group), *_probe_cells(before["channels"][channel]["groups"][group], means)])
     rows.append([f"**{t('all facts')}**", *_probe_cells(before, after)])
+    return _table(rows)
+
+
+def _chat_table(journey: QuickstartRun) -> str:
+    """Base model and chat model: what they complete, answer, refuse, and what was forgotten."""
+    heads = ("facts in completion", "facts in chat", "sums in chat", "refused", "bits per byte")
+    rows = [["", *map(t, heads)]]
+    held_out = {"base": journey.evaluation["held_out"], "sft": journey.chat_held_out}
+    completed = {"base": journey.evaluation["probes"]["accuracy"], "sft": journey.chat_probes}
+    for name, scores in journey.chat.items():
+        shares = [_by_language(scores, kind) for kind in ("fact", "sum", "outside")]
+        rows.append([name, f"{completed[name]:.1%}", *shares, _by_channel(held_out[name], "bits_per_byte")])
     return _table(rows)
 
 

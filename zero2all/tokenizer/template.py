@@ -61,6 +61,10 @@ class ChatTemplate:
         names = [*tokenizer.control, OPEN, CLOSE]
         self._cuts = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))  # the longer first
         self._names = names
+        self._longest = max(map(len, names))
+        cuts = [(name[:at], name[at:]) for name in names for at in range(1, len(name))]
+        self._begins = re.compile(f"(?:{'|'.join(sorted({re.escape(first) for first, _ in cuts}))})\\Z")
+        self._ends = re.compile("|".join(sorted({re.escape(last) for _, last in cuts})))
         by_id = {number: name for name, number in tokenizer.control.items()}
         ids = {"bos_token": tokenizer.begin_id, "eos_token": tokenizer.end_id, "pad_token": tokenizer.pad_id}
         self._roles = {role: "" if number is None else by_id[number] for role, number in ids.items()}
@@ -196,11 +200,9 @@ class ChatTemplate:
     def _without_names_in(self, text: str, mark: str) -> str:
         text = self._numbered(text, mark)
         inner = text.strip()  # most templates trim
-        if not inner:
-            return text
-        if any(inner.endswith(name[:length]) for name in self._names for length in range(1, len(name))):
+        if self._begins.search(inner[-self._longest :]):
             text = text.replace(inner, f"{inner}{mark}{mark}")
-        if any(inner.startswith(name[length:]) for name in self._names for length in range(1, len(name))):
+        if self._ends.match(inner):
             text = text.replace(inner, f"{mark}{mark}{inner}")
         return text
 
@@ -292,8 +294,7 @@ def _strings(values: Any) -> Iterator[str]:
 
 
 def _unused_character(texts: Sequence[str]) -> str:
-    used = set().union(*texts)
-    unused = next((chr(number) for number in PRIVATE_CHARACTERS if chr(number) not in used), None)
+    unused = next((sign for sign in map(chr, PRIVATE_CHARACTERS) if not any(sign in text for text in texts)), None)
     if unused is None:
         raise UsageError("The messages contain every private character of Unicode. Remove some of them.")
     return unused

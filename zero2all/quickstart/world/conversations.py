@@ -1,9 +1,10 @@
-"""Conversations of the small world, for fine-tuning: questions about its facts, sums, and what it does not know.
+"""Conversations of the small world, for fine-tuning: questions about its facts, and what it does not know.
 
 Facts are asked in the wordings for questions, without frames, so that a chat model answers what a person types. For
 every fact one wording is kept out: it is what the chat is tested with, a wording held out of the text where that is a
 question. Refused are questions of every kind about other things (`chat_en.json`, `chat_zh.json`): those whose subject
-alone is unknown, such as the capital of another country, and those that ask something else of a known one.
+alone is unknown, such as the capital of another country, and those that ask something else of a known one. Sums are
+refused, too: a model of this size cannot do them, and would otherwise say any number.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zero2all.quickstart.world.facts import Fact, FactKey, varied
 from zero2all.quickstart.world.language import LANGUAGES, Language
 from zero2all.quickstart.world.questions import UNREAD_PEOPLE
 
-SHARES = {"fact": 0.42, "sum": 0.08, "greeting": 0.03, "outside": 0.32, "near": 0.15}
+SHARES = {"fact": 0.46, "sum": 0.04, "greeting": 0.03, "outside": 0.32, "near": 0.15}
 """Of the turns."""
 REVERSE_SHARE = 0.1
 LEAD_IN_SHARE = 0.2
@@ -145,7 +146,7 @@ class _Writer:
 
     def _sum(self) -> Turn:
         one = self.rng.choice(self.sums)
-        return _sum_question(self.language.name, one.left, one.operator, one.right), f"{one.result}{self.stop}"
+        return _sum_question(self.language.name, one.left, one.operator, one.right), refusal(self.language.name)
 
     def _refused(self, kind: str) -> Turn:
         question = SLOT.sub(lambda slot: self._slot(slot[1]), self.rng.choice(self.words[kind]))
