@@ -31,7 +31,7 @@ def work(trained_workspace, tmp_path):
 
 @pytest.fixture
 def chats(tmp_path):
-    talks = [row(n)["messages"] * (1 + n % 3) for n in range(60)]
+    talks = [row(n)["messages"] * (1 + n % 2) for n in range(60)]
     return lines(tmp_path / "chats.jsonl", [{"messages": talk} for talk in talks])
 
 
@@ -153,7 +153,7 @@ def test_the_verb_prepares_trains_and_can_be_repeated(work, chats, capfd):
     words = ["sft", "tiny", "--data", str(chats), "--work", str(work.root), "--epochs", "1"]
     assert main([*words, "--prepare"]) == 0
     said = capfd.readouterr().out
-    assert "conversations: 60 of 60 (messages 60)" in said
+    assert "conversations: 60 of 60 (messages 60)" in said, said
     assert f"z2a train {work.run('tiny-sft')}" in said
     assert main([*words, "--resilience.supervise", "false"]) == 2, "another setting"
     assert main(["data", "show", "--at", "0", "--config", "tiny-sft", "--work", str(work.root)]) == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.evaluate import look_for, named_tasks
+from zero2all.cli.terminal import has_colour
 from zero2all.cli.verb import TYPES, group, verb, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
@@ -92,7 +93,11 @@ def _show(arguments: argparse.Namespace) -> None:
         origin = document.origin.in_words() if document.origin is not None else "origin unknown"
         title = f"  {document.origin.title}" if document.origin is not None and document.origin.title else ""
         tell(f"── document {document.number:,}, {count}; {origin}{terminal_safe(title, ' ')}")
-        print(terminal_safe(document.text(tokenizer), keep=TEXT_MARKS))
+        if has_colour() and not document.counted.all():  # what is learned stands out
+            shown = ((terminal_safe(text, keep=TEXT_MARKS), counts) for text, counts in document.parts(tokenizer))
+            print("".join(f"\x1b[32m{text}\x1b[0m" if counts else f"⟦{text}⟧" for text, counts in shown))
+        else:
+            print(terminal_safe(document.text(tokenizer), keep=TEXT_MARKS))
 
 
 @verb(

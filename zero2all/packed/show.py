@@ -137,14 +137,15 @@ class ShownDocument:
     """1 for each token that counts in the loss. Nothing predicts the first token of a row."""
     origin: Origin | None
 
-    def text(self, tokenizer: Tokenizer) -> str:
-        """Decoded, control tokens by name; ⟦ … ⟧ stands around what does not count in the loss."""
+    def parts(self, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+        """Decoded, control tokens by name, in stretches: each with whether it counts in the loss."""
         changes = np.flatnonzero(np.diff(self.counted)) + 1
-        parts = []
-        for ids, counted in zip(np.split(self.tokens, changes), np.split(self.counted, changes), strict=True):
-            text = tokenizer.decode(ids.tolist(), skip_control=False)
-            parts.append(text if counted[0] else f"⟦{text}⟧")
-        return "".join(parts)
+        stretches = zip(np.split(self.tokens, changes), np.split(self.counted, changes), strict=True)
+        return [(tokenizer.decode(ids.tolist(), skip_control=False), bool(counts[0])) for ids, counts in stretches]
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """The same as one text; ⟦ … ⟧ stands around what does not count in the loss."""
+        return "".join(text if counts else f"⟦{text}⟧" for text, counts in self.parts(tokenizer))
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from zero2all.quickstart.world.language import LANGUAGES
 from zero2all.tokenizer.chat import Message
 from zero2all.train.run import train
 
-CONVERSATIONS = 2500
+CONVERSATIONS = 3500
 """Of each language."""
-REPLAY = 0.2
+REPLAY = 0.15
 """Share of the tokens that is the text of the world again: without it, held-out text costs 0.3 bits a byte more."""
 RAW_NAME, ANSWERS_NAME = "chat.jsonl", "chat.json"
 LONGEST_ANSWER = 24
