@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.finetune.test_finetune_data import documents, lines, row
+from tests.train.ranks import RankStarter
 from zero2all.common.errors import UsageError
 from zero2all.common.workspace import Workspace
 from zero2all.exchange import export_run
@@ -86,6 +87,24 @@ def test_the_loss_of_packed_rows_is_that_of_the_conversations_alone(work, chats)
     assert found["goes on"] != pytest.approx(nats, rel=1e-4), "and without the border it is another"
 
 
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"zero": 3}], ids=str)
+def test_the_loss_is_the_same_however_the_model_is_spread(work, chats, warm, tmp_path, layout):
+    prepared = prepare_sft("tiny", work, options(chats, "--checkpoint.every_steps", "0", valid_share=0.0))
+    rows, seq_len = prepared.report["rows"]["train"], prepared.config.data.seq_len
+    nats, counted = nats_alone(load_run(work, "tiny").model, work.root / "sft" / "talk")
+    settings = dataclasses.replace(
+        prepared.config.train, steps=2, tokens_per_step=rows * seq_len, micro_batch_samples=4
+    )
+    parallel = dataclasses.replace(prepared.config.parallel, **layout)
+    config = dataclasses.replace(prepared.config, train=settings, parallel=parallel)
+    start = RankStarter(warm, work.root, tmp_path)
+    try:
+        step, _ = start.finished(config, 2, words={rank: ["--accept-changes"] for rank in range(2)}).steps()
+    finally:
+        start.stop()
+    assert step.loss == pytest.approx(nats / counted, rel=1e-6)
+
+
 def test_the_run_begins_with_the_weights_of_its_base_and_learns_only_answers(work, chats):
     prepared = prepare_sft("tiny", work, options(chats))
     base, begun = load_run(work, "tiny"), load_run(work, "talk")
@@ -155,7 +174,7 @@ def test_the_verb_prepares_trains_and_can_be_repeated(work, chats, capfd):
     said = capfd.readouterr().out
     assert "conversations: 60 of 60 (messages 60)" in said, said
     assert f"z2a train {work.run('tiny-sft')}" in said
-    assert main([*words, "--resilience.supervise", "false"]) == 2, "another setting"
+    assert main([*words, "--optim.lr_max", "0.001"]) == 2, "another setting"
     assert main(["data", "show", "--at", "0", "--config", "tiny-sft", "--work", str(work.root)]) == 0
     assert "⟦<|begin_of_text|><|message_start|>user" in capfd.readouterr().out
     assert json.loads((work.run("tiny-sft") / "finetune.json").read_text())["base"] == "tiny"

@@ -19,6 +19,8 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
 from zero2all.common.workspace import Workspace
 from zero2all.config import load_config
+from zero2all.infer.chat import choose
+from zero2all.infer.load import load_run
 from zero2all.quickstart.own_text import given_fields, look_at
 from zero2all.quickstart.pipeline import QuickstartRun, WorldSize, clear_workspace, run_quickstart
 from zero2all.quickstart.summary import next_commands, outlook, verdicts
@@ -46,6 +48,20 @@ raw.probes = lambda language, seed: every_probe(language, seed)[::7]
 journey = run_quickstart(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r})
 print_summary(journey)
 """
+
+
+def test_the_journey_ends_with_a_model_that_is_asked_in_a_chat(finished: tuple[Path, str]) -> None:
+    work, said = finished
+    answers = read_json(work / "runs/quickstart-chat/eval/sft-chat.json")
+    assert {(each["language"], each["kind"]) for each in answers} == {
+        (language, kind) for language in ("en", "zh") for kind in ("fact", "sum", "outside")
+    }
+    assert choose(load_run(Workspace(work), "quickstart-chat")).how == "template"
+    assert "In a chat: facts answered en " in said
+    assert f"z2a chat quickstart-chat --work {work}" in said
+    table = (work / "summary.md").read_text().partition("## Chat")[2]
+    assert "| base |" in table
+    assert "| sft  |" in table
 
 
 def last_checkpoint(work: Path) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ From raw text to a language model of your own.
   z2a pack             encode the corpus into token shards
   z2a train            train a model; the same command continues it
   z2a eval             evaluate it: bits per byte, probes, benchmarks
+  z2a sft              teach it to answer, from conversations
   z2a chat, z2a serve  talk to it here or in the browser
   z2a export           write it as a Hugging Face folder
 

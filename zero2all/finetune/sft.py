@@ -32,6 +32,7 @@ from zero2all.packed.mixture import source_weights
 from zero2all.packed.remote import packed_root
 from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.packed.writer import write_report
+from zero2all.train.checkpoints.manifest import Step
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.saved_config import CONFIG_FILE, load_run_config, save_run_config
@@ -65,10 +66,12 @@ class SftOptions:
     """Share of the tokens that is text of the base run, so that it is not forgotten."""
     valid_share: float = 0.02
     """Share of the conversations that is held out."""
-    step: int | str | None = None
+    step: Step = None
     """Which checkpoint of the base run. None: the newest."""
     overrides: Sequence[str] = ()
     """Fields of the config."""
+    replace: bool = False
+    """Delete a run of this name that was begun with other data or settings, instead of refusing."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,16 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
         "config": fingerprint(config_values(config)),
     }
     if run.exists():
-        _check_same(run, record)
-        return Prepared(run, load_run_config(run), report, is_new=False)
-    details = {
+        changed = _changed(run, record)
+        if not changed:
+            return Prepared(run, load_run_config(run), report, is_new=False)
+        if not options.replace:
+            raise UsageError(
+                f"The run {run.name} already exists, and {', '.join(changed)} differ from those it was begun with. "
+                f"Choose another --name, or delete {run}."
+            )
+        shutil.rmtree(run)
+    details: dict[str, Any] = {
         "data": None,
         "tokenizer": loaded.tokenizer.fingerprint,
         "environment": {},
@@ -144,15 +154,11 @@ def _base_run(base: str, workspace: Workspace) -> str:
     return name
 
 
-def _check_same(run: Path, record: Mapping[str, Any]) -> None:
+def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
+    """What differs from what a run was begun with, in words."""
     known = read_json_object(run / RECORD_NAME) if (run / RECORD_NAME).is_file() else {}
     words = {"base": "the base run", "step": "its step", "data": "the conversations", "config": "the settings"}
-    changed = [word for name, word in words.items() if known.get(name) != record[name]]
-    if changed:
-        raise UsageError(
-            f"The run {run.name} already exists, and {', '.join(changed)} differ from those it was begun with. Choose "
-            f"another --name, or delete {run}."
-        )
+    return [word for name, word in words.items() if known.get(name) != record[name]]
 
 
 def _config(

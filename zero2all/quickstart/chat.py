@@ -63,7 +63,9 @@ def teach(workspace: Workspace, base: str, name: str, seed: int, count: int, ste
     path = workspace.root / FOLDER / RAW_NAME
     if not path.is_file():
         write_conversations(path, seed, count)
-    prepared = prepare_sft(base, workspace, SftOptions(name, [path], epochs=1.0, replay=REPLAY, step=step))
+    prepared = prepare_sft(
+        base, workspace, SftOptions(name, [path], epochs=1.0, replay=REPLAY, step=step, replace=True)
+    )
     train(prepared.config, workspace, say=lambda _: None, brief=True)
 
 
@@ -90,10 +92,8 @@ def judge(loaded: LoadedModel, seed: int, known: set[tuple[str, str, str]], answ
             for kind in (question.kind, *(["known_fact"] if is_known else [])):
                 counts[kind] += 1
                 right[kind] += is_right
-            written.append(
-                {"language": language, "kind": question.kind, "question": question.question, "answer": answer}
-            )
-            written[-1] |= {"expected": question.answer, "right": is_right}
+            shown = {"language": language, "kind": question.kind, "question": question.question, "answer": answer}
+            written.append({**shown, "expected": question.answer, "right": is_right})
         scores[language] = ChatScore(right, counts)
     write_json(answers, written)
     return scores

@@ -83,7 +83,7 @@ class ChatTemplate:
             found = [number for number in ids if number in self.tokenizer.control_ids]
             if found == [self.tokenizer.control[name] for name in self._cuts.findall(plain)]:
                 return ids
-        return self.ids_of(self._parts(plain, mark))
+        return self.ids_of(list(self._parts(plain, mark)))
 
     def ids_of(self, parts: Sequence[Part]) -> list[int]:
         """The ids of parts."""

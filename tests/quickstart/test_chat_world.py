@@ -1,0 +1,70 @@
+"""Conversations of the small world: they answer its facts, refuse the rest, and give nothing of the tests away."""
+
+from __future__ import annotations
+
+import pytest
+
+from zero2all.quickstart.chat import ChatScore, answers_right, completed_facts, outside_questions, write_conversations
+from zero2all.quickstart.world.conversations import ChatQuestion, chat_questions, conversations, refusal
+from zero2all.quickstart.world.language import LANGUAGES
+from zero2all.quickstart.world.questions import UNREAD_PEOPLE
+
+SEED = 1
+
+
+@pytest.fixture(scope="module", params=["en", "zh"])
+def language(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def turns(language: str) -> list[tuple[str, str]]:
+    return [turn for talk in conversations(language, 3500, SEED) for turn in talk]
+
+
+def test_the_same_seed_writes_the_same(language: str, tmp_path) -> None:
+    assert list(conversations(language, 50, SEED)) == list(conversations(language, 50, SEED))
+    write_conversations(tmp_path / "a", SEED, 20)
+    write_conversations(tmp_path / "b", SEED, 20)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_every_fact_is_asked_often_and_answered_right(language: str, turns: list[tuple[str, str]]) -> None:
+    for fact in LANGUAGES[language].facts:
+        answers = [answer for question, answer in turns if fact.subject in question and answer != refusal(language)]
+        right = sum(fact.answer in answer for answer in answers)
+        assert right > 15, fact
+
+
+def test_about_half_of_the_turns_are_refused(language: str, turns: list[tuple[str, str]]) -> None:
+    assert 0.4 < sum(answer == refusal(language) for _, answer in turns) / len(turns) < 0.6
+
+
+def test_no_conversation_has_a_question_of_the_tests(language: str, turns: list[tuple[str, str]]) -> None:
+    asked = {question for question, _ in turns}
+    outside = outside_questions(language)
+    assert len(outside) == 100
+    assert not asked.intersection(outside)
+    assert not asked.intersection(each.question for each in chat_questions(language, SEED))
+    assert not [question for question in asked if any(name in question for name in UNREAD_PEOPLE[language])]
+
+
+def test_a_fact_is_right_by_its_answer_and_a_sum_by_its_number_alone() -> None:
+    fact = ChatQuestion("en", "fact", ("capital", "Peru"), "?", "Lima")
+    assert answers_right(fact, "Lima.")
+    assert not answers_right(fact, "I do not know.")
+    assert answers_right(ChatQuestion("en", "sum", None, "?", "4"), "4.")
+    assert not answers_right(ChatQuestion("en", "sum", None, "?", "4"), "14.")
+    assert ChatScore({"fact": 3}, {"fact": 4}).share("fact") == 0.75
+
+
+def test_a_fact_is_known_when_one_of_its_wordings_is_completed() -> None:
+    def result(name: str, correct: bool, new: bool = False) -> dict[str, object]:
+        return {"probe": {"id": name, "new_wording": new}, "correct": correct}
+
+    results = [
+        *(result("en/capital/Peru/wording-1", False), result("en/capital/Peru/wording-2", True)),
+        *(result("en/capital/Cuba/wording-1", False), result("en/capital/Cuba/new-wording", True, new=True)),
+        result("en/arithmetic/1+2", True),
+    ]
+    assert completed_facts({"probe_results": results}) == {("en", "capital", "Peru")}
