@@ -2,9 +2,10 @@
 
 Queueing a pass takes the host 3 ms a block and more, on slow hosts twice that; with small micro-batches the device is
 done sooner and waits. A graph is queued by one call, but keeps the memory of a pass for itself: where the host is not
-the likely limit, it is captured only if the process has taken little of the device's memory. The kernels and their results are the same, bit for bit; only the addresses of tensors are
-fixed at capture: the shape of the batch (another one is captured again), the weights, the tables of positions
-(compared before each replay), and float8 copies of weights, which are updated before a replay instead of inside it.
+the likely limit, it is captured only if the process has taken little of the device's memory. The kernels and their
+results are the same, bit for bit; only the addresses of tensors are fixed at capture: the shape of the batch (another
+one is captured again), the weights, the tables of positions (compared before each replay), and float8 copies of
+weights, which are updated before a replay instead of inside it.
 
 A pass that communicates or decides something on the host cannot be captured: `why_no_cuda_graph` lists the cases. With
 several processes the last pass of a step sends the gradients, and runs eagerly; so does a last pass of fewer samples.
