@@ -14,7 +14,7 @@ from zero2all.common.errors import PeerFailureError
 from zero2all.common.peers import Peers
 from zero2all.diloco import ranks
 from zero2all.diloco.messages import Key
-from zero2all.diloco.ranks import Layout, Ranks, expected_of
+from zero2all.diloco.ranks import Layout, RankLink, expected_of
 
 LAYOUTS = [Layout("float32", [[3], [2, 1]], [4], 2), Layout("float32", [[5], []], [1, 2], 2)]
 """Of two ranks: the second has nothing of fragment 1."""
@@ -79,7 +79,7 @@ def run(monkeypatch):
 
         def one(rank):
             try:
-                found[rank] = work(Ranks(Thread(rank, shared), LAYOUTS, None if rank else link), rank)
+                found[rank] = work(RankLink(Thread(rank, shared), LAYOUTS, None if rank else link), rank)
             except Exception as error:
                 found[rank] = error
 

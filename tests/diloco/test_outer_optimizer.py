@@ -22,7 +22,7 @@ from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.fragments import Clock, names_by_fragment
 from zero2all.diloco.link import GroupLink, Membership
 from zero2all.diloco.outer_optimizer import OuterOptimizer
-from zero2all.diloco.ranks import Ranks, expected_of
+from zero2all.diloco.ranks import RankLink, expected_of
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -233,7 +233,7 @@ def test_what_is_not_finite_is_left_out_by_every_group_and_harms_none(scheme):
         state.group, state.outer = group, OuterOptimizer(config, state.model_tensors, state.weights, SHAPE["layers"])
         layouts = [state.outer.layout]
         link = GroupLink(Membership(config, "run", {}, b"the secret of this test", expected_of(layouts)))
-        state.outer.connect(Ranks(Peers(), layouts, link))
+        state.outer.connect(RankLink(Peers(), layouts, link))
         for step in range(1, 19):
             train(state)
             if group == 1 and step == bad_step:

@@ -13,7 +13,7 @@ from zero2all.packed.order import (
     WEIGHT_UNITS,
     MixtureCycle,
     Order,
-    Source,
+    OrderedSource,
     permutation_key,
     permuted,
     rounded_weights,
@@ -147,7 +147,7 @@ ORDERS = st.tuples(
 
 
 def make_order(samples, later_stages, first_units, seed):
-    sources = [Source(f"source{n}", size) for n, size in enumerate(samples)]
+    sources = [OrderedSource(f"source{n}", size) for n, size in enumerate(samples)]
 
     def usable(units):
         return units[: len(samples)] if any(units[: len(samples)]) else [1] * len(samples)
@@ -220,15 +220,15 @@ def test_each_sample_comes_once_per_epoch_and_stages_continue_where_sources_stoo
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    order = Order([Source("a", 100)], [(0, [1])], seed=1)
+    order = Order([OrderedSource("a", 100)], [(0, [1])], seed=1)
     first, second = np.split(order.lookup(np.arange(200))[1], 2)
-    other = Order([Source("a", 100)], [(0, [1])], seed=2).lookup(np.arange(100))[1]
+    other = Order([OrderedSource("a", 100)], [(0, [1])], seed=2).lookup(np.arange(100))[1]
     assert first.tolist() != second.tolist()
     assert first.tolist() != other.tolist()
 
 
 def test_a_position_far_away_costs_no_more_than_the_first():
-    sources = [Source("web", 3 * 10**11), Source("books", 1000), Source("code", 7)]
+    sources = [OrderedSource("web", 3 * 10**11), OrderedSource("books", 1000), OrderedSource("code", 7)]
     order = Order(sources, [(0, [40000, 20000, 5536]), (10**11, [1, 1, 2])], seed=3)
     numbers, samples = order.lookup(np.arange(10**12, 10**12 + 64))  # counting up to there takes hours
     sizes = np.array([source.samples for source in sources])
@@ -238,5 +238,5 @@ def test_a_position_far_away_costs_no_more_than_the_first():
 
 
 def test_a_late_epoch_is_still_a_permutation():
-    order = Order([Source("a", 1000)], [(0, [1])], seed=1)
+    order = Order([OrderedSource("a", 1000)], [(0, [1])], seed=1)
     assert sorted(order.lookup(np.arange(10**12, 10**12 + 1000))[1]) == list(range(1000))

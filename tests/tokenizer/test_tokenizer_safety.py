@@ -1,32 +1,34 @@
-"""Text can never produce a control id: every kind, by every way to load it; and where other layouts give that up."""
+"""Text can never produce a control id by any way to load it, nor close a message of a chat."""
 
 import json
 import shutil
 
 import pytest
-import tokenizers
 
 from benchmarks.tokenizer_fuzz import adversarial, attack
 from zero2all.common.files import read_json, write_json
-from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer, train_tokenizer
+from zero2all.tokenizer import CONTROL_TOKENS, train_tokenizer
 from zero2all.tokenizer.save import compatible_files
 
 transformers = pytest.importorskip("transformers")
 
 
 def test_adversarial_strings_make_no_control_id_by_any_route(folder, texts, tmp_path):
-    strings = 3000
     # Fragments of the names are in the training text, so that their pieces are learned.
     fragments = [name[1:-1] * 9 for name in CONTROL_TOKENS]
     train_tokenizer([*texts, *fragments], 700, tmp_path / "nfkc", "inputs", kind="hf-bbpe", normalise="nfkc")
     for attacked in (folder, tmp_path / "nfkc"):
-        found = attack(attacked, strings)
+        found = attack(attacked, 3000)
         assert found["strings_with_a_control_id"] == {"zero2all": 0, "tokenizers": 0, "AutoTokenizer": 0}
         assert found["strings_where_the_routes_differ"] == 0
 
 
 def test_the_attack_finds_control_ids_where_there_are_some(folder, tmp_path):
     """Without this, the test above could not fail."""
+    names = list(CONTROL_TOKENS)
+    attacks = list(adversarial(names, ["x"], 500))
+    assert attacks == list(adversarial(names, ["x"], 500))
+    assert sum(any(name in text for name in names) for text in attacks) > 200
     copy = shutil.copytree(folder, tmp_path / "copy")
     compatible = compatible_files(read_json(copy / "tokenizer.json"), read_json(copy / "tokenizer_config.json"))
     for name, content in zip(("tokenizer.json", "tokenizer_config.json"), compatible, strict=True):
@@ -36,22 +38,6 @@ def test_the_attack_finds_control_ids_where_there_are_some(folder, tmp_path):
     assert found["zero2all"] == 0, "our loader switches them off in any layout"
     assert found["tokenizers"] > 100
     assert found["AutoTokenizer"] > 100
-
-
-def test_attacks_are_the_same_every_time_and_many_spell_a_name_whole():
-    names = list(CONTROL_TOKENS)
-    attacks = list(adversarial(names, ["x"], 500))
-    assert attacks == list(adversarial(names, ["x"], 500))
-    assert sum(any(name in text for name in names) for text in attacks) > 200
-
-
-def test_a_folder_saved_again_by_transformers_loses_the_promise_for_plain_tokenizers_only(folder, tmp_path):
-    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "again")
-    text = "a<|end_of_text|>b"
-    raw = tokenizers.Tokenizer.from_file(str(tmp_path / "again/tokenizer.json"))
-    assert 1 in raw.encode(text).ids
-    assert 1 not in load_tokenizer(tmp_path / "again").encode_text(text)
-    assert 1 not in transformers.AutoTokenizer.from_pretrained(tmp_path / "again")(text)["input_ids"]
 
 
 CUSTOM_CLASS = '''

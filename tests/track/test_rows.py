@@ -10,10 +10,10 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.track import rows
-from zero2all.track.columns import Block, MetricNames
+from zero2all.track.columns import MetricNames, ParsedRows
 
 
-def parsed(lines: list[bytes]) -> Block:
+def parsed(lines: list[bytes]) -> ParsedRows:
     return rows.parse(b"".join(line + b"\n" for line in lines), MetricNames())
 
 

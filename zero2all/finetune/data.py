@@ -40,7 +40,7 @@ from zero2all.packed.shard_writer import SHARD_TOKENS, PieceTokens, plan_shards,
 from zero2all.packed.writer import split_content, write_report
 from zero2all.tokenizer.chat import Dialogue
 from zero2all.tokenizer.load import load_tokenizer
-from zero2all.tokenizer.template import ChatTemplate, Part, TemplateError, chat_of
+from zero2all.tokenizer.template import ChatPart, ChatTemplate, TemplateError, chat_of
 
 RULES = 1
 """Raise it when the same files would give other tokens."""
@@ -199,7 +199,7 @@ class _Writers:
         self._files: dict[tuple[str, str], IO[bytes]] = {}
         self._work = work
         self._seen: set[bytes] = set()
-        self._waiting: list[tuple[str, str, str, Dialogue, list[Part]]] = []
+        self._waiting: list[tuple[str, str, str, Dialogue, list[ChatPart]]] = []
 
     def __enter__(self) -> _Writers:
         for split in SPLITS:

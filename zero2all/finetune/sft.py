@@ -75,7 +75,7 @@ class SftOptions:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that `z2a train` can take."""
 
     run: Path
@@ -86,7 +86,7 @@ class Prepared:
     """False: it was begun before, and goes on."""
 
 
-def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepared:
+def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> PreparedRun:
     """Pack the conversations and write the run, or find it begun with the same data and settings."""
     if not is_folder_name(options.name):
         raise UsageError(f"train.name: got {options.name!r}, expected {FOLDER_NAME_WORDS}. Choose another --name.")
@@ -117,7 +117,7 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     if run.exists():
         changed = _changed(run, record)
         if not changed:
-            return Prepared(run, load_run_config(run), report, is_new=False)
+            return PreparedRun(run, load_run_config(run), report, is_new=False)
         if not options.replace:
             raise UsageError(
                 f"The run {run.name} already exists, and {', '.join(changed)} differ from those it was begun with. "
@@ -138,7 +138,7 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
         weights_by_name = {f"model/{name}": tensor for name, tensor in loaded.weights().items()}
         snapshot = Snapshot.of_tensors(weights_by_name, {"step": 0, "tokens": 0})
         write_checkpoint(partial, 0, snapshot, {"inputs": record["config"], **details})
-    return Prepared(run, config, report, is_new=True)
+    return PreparedRun(run, config, report, is_new=True)
 
 
 def _base_run(base: str, workspace: Workspace) -> str:

@@ -31,7 +31,7 @@ from zero2all.packed.shard_format import NO_GID, token_dtype
 from zero2all.tokenizer.chat import ROLES, Dialogue, Message
 from zero2all.tokenizer.encoders import EncodedBatch, Encoder, EncoderConfig, EncoderName, open_encoder
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.tokenizer.template import ChatTemplate, Part, chat_of
+from zero2all.tokenizer.template import ChatPart, ChatTemplate, chat_of
 
 PIECE_BYTES = 32 << 20
 """About as much of a corpus shard is one task."""
@@ -115,13 +115,13 @@ def _tools(task: PieceTask) -> tuple[Tokenizer, Encoder]:
 # ---- reading --------------------------------------------------------------------------------------------------
 
 
-class Document(NamedTuple):
+class UnencodedDocument(NamedTuple):
     """A record, ready to be encoded."""
 
     gid: int
     texts: list[str]
     """What is encoded, each by itself."""
-    parts: list[Part] | None
+    parts: list[ChatPart] | None
     """Of a conversation; None: plain text, the only one of `texts`."""
 
 
@@ -153,10 +153,10 @@ def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str
 
 def document_batches(
     part: Path, start: int, end: int, source: str, template: str, chat: Callable[[], ChatTemplate] | None = None
-) -> Iterator[list[Document]]:
+) -> Iterator[list[UnencodedDocument]]:
     """The documents in some bytes of a corpus shard (see `cut_part`), a batch at a time; tells `advance` the bytes.
     Without `chat`, of conversations the texts of the messages alone."""
-    batch: list[Document] = []
+    batch: list[UnencodedDocument] = []
     characters = 0
     for record in _records(part, start, end, source):
         gid = record.get("gid", NO_GID)
@@ -169,7 +169,7 @@ def document_batches(
         else:
             parts = _laid_out(chat(), turns, where)
             texts = [each.text for each in parts if not each.is_control]
-        batch.append(Document(gid, texts, parts))
+        batch.append(UnencodedDocument(gid, texts, parts))
         characters += sum(map(len, texts))
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
@@ -178,7 +178,7 @@ def document_batches(
         yield batch
 
 
-def _laid_out(chat: ChatTemplate, turns: list[Message], where: str) -> list[Part]:
+def _laid_out(chat: ChatTemplate, turns: list[Message], where: str) -> list[ChatPart]:
     try:
         return chat.parts(Dialogue(turns))
     except UsageError as error:
@@ -259,18 +259,18 @@ def _plain_tokens(encoded: EncodedBatch, tokenizer: Tokenizer, dtype: np.dtype) 
 
 
 def _mixed_tokens(
-    batch: Sequence[Document], encoded: EncodedBatch, tokenizer: Tokenizer
+    batch: Sequence[UnencodedDocument], encoded: EncodedBatch, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same where conversations are among the documents, and which tokens count in the loss."""
-    begin = [] if tokenizer.begin_id is None else [Part(_name(tokenizer, tokenizer.begin_id), True, True)]
-    end = Part(_name(tokenizer, tokenizer.end_id), True, True)
+    begin = [] if tokenizer.begin_id is None else [ChatPart(_name(tokenizer, tokenizer.begin_id), True, True)]
+    end = ChatPart(_name(tokenizer, tokenizer.end_id), True, True)
     tokens: list[np.ndarray] = []
     counts: list[np.ndarray] = []
     lengths = []
     text = 0
     for document in batch:
         is_plain = document.parts is None
-        parts = document.parts or [*begin, Part("", False, True)]
+        parts = document.parts or [*begin, ChatPart("", False, True)]
         size = 0
         for part in (*parts, end._replace(counts=is_plain)):
             if part.is_control:

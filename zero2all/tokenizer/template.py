@@ -41,7 +41,7 @@ class TemplateError(UsageError):
     """A conversation that a template cannot lay out."""
 
 
-class Part(NamedTuple):
+class ChatPart(NamedTuple):
     """A stretch of a conversation that is encoded by itself."""
 
     text: str
@@ -85,14 +85,14 @@ class ChatTemplate:
                 return ids
         return self.ids_of(list(self._parts(plain, mark)))
 
-    def ids_of(self, parts: Sequence[Part]) -> list[int]:
+    def ids_of(self, parts: Sequence[ChatPart]) -> list[int]:
         """The ids of parts."""
         control, encode = self.tokenizer.control, self.tokenizer.encode_text
         return [i for part in parts for i in ([control[part.text]] if part.is_control else encode(part.text))]
 
     # ---- data -----------------------------------------------------------------------------------------------------
 
-    def parts(self, dialogue: Dialogue) -> list[Part]:
+    def parts(self, dialogue: Dialogue) -> list[ChatPart]:
         """A conversation that is to be learned, with what counts in the loss. TemplateError where the template cannot
         lay it out, leaves out a message, or does not show what the assistant wrote."""
         if dropped := self._dropped_messages(dialogue):
@@ -164,19 +164,19 @@ class ChatTemplate:
                 f"{roles}). Change the messages, or talk to the model with a plain frame (--frame frame)."
             ) from error
 
-    def _parts(self, text: str, mark: str) -> Iterator[Part]:
+    def _parts(self, text: str, mark: str) -> Iterator[ChatPart]:
         """A text, cut at the control tokens and at the borders; where messages spell some, their names stay text."""
         place, counts = 0, False
         for found in self._cuts.finditer(text):
             if found.start() > place:
-                yield Part(self._with_names(text[place : found.start()], mark), False, counts)
+                yield ChatPart(self._with_names(text[place : found.start()], mark), False, counts)
             if found[0] in (OPEN, CLOSE):
                 counts = found[0] == OPEN
             else:
-                yield Part(found[0], True, counts)
+                yield ChatPart(found[0], True, counts)
             place = found.end()
         if place < len(text):
-            yield Part(self._with_names(text[place:], mark), False, counts)
+            yield ChatPart(self._with_names(text[place:], mark), False, counts)
 
     def _without_names(self, values: Any) -> tuple[str, Any]:
         """A character that stands for nothing else, and the values with numbers for the names of control tokens, and a
@@ -273,7 +273,7 @@ def _bordered(text: str, strips: bool) -> str:
     return text.replace(inner, f"{OPEN}{inner}{CLOSE}", 1)
 
 
-def _with_ends(parts: Sequence[Part]) -> list[Part]:
+def _with_ends(parts: Sequence[ChatPart]) -> list[ChatPart]:
     """The control token that ends an answer counts, too."""
     before = [None, *parts]
     return [
