@@ -31,7 +31,7 @@ from zero2all.common.manifest import fingerprint, is_current, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
 from zero2all.corpus.listing import list_files, require_readable
-from zero2all.corpus.readers import NOT_READ, Damaged, Format, Limits, Origin, RawRow, plan_units, read_unit
+from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
 from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, log_key, texts_of
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.pieces import COUNTS, LENGTHS, TOKENS
@@ -145,11 +145,11 @@ class _Item:
 
 def _dialogues(files: Sequence[Any], counts: _Counts) -> Iterator[tuple[str, _Item]]:
     """Every conversation of every file, or why a row is none."""
-    limits = Limits()
+    limits = ReaderLimits()
     with progress("conversations", total=sum(file.size_bytes for file in files), unit="B") as bar:
         for file in files:
             log: dict[Any, list[RawRow]] = {}
-            origin: Origin | None = None
+            origin: ItemOrigin | None = None
             for unit in plan_units(file, limits):
                 if unit.format in NOT_READ and unit.format is not Format.EMPTY:
                     yield file.name, _Item("", None, "not_read", f"{unit.format} {unit.note}")
