@@ -143,8 +143,20 @@ def test_other_data_or_settings_under_the_same_name_are_refused(work, chats):
     with pytest.raises(UsageError, match="talk already exists, and the settings differ"):
         prepare_sft("tiny", work, options(chats, epochs=3.0))
     lines(chats, [row(n) for n in range(90)])
-    with pytest.raises(UsageError, match="and the conversations, the settings differ"):
+    packed = (work.root / "sft/talk/conversations.json").read_bytes()
+    with pytest.raises(UsageError, match="and the conversations differ"):
         prepare_sft("tiny", work, options(chats))
+    assert (work.root / "sft/talk/conversations.json").read_bytes() == packed, "those of the run are still there"
+    assert prepare_sft("tiny", work, options(chats, replace=True)).is_new
+
+
+def test_a_workspace_that_was_moved_still_chats_and_goes_on(work, chats):
+    prepare_sft("tiny", work, options(chats))
+    moved = Workspace(work.root.rename(work.root.with_name("moved")))
+    assert choose(load_run(moved, "talk")).how == "template"
+    again = prepare_sft("tiny", moved, options(chats))
+    assert not again.is_new
+    assert again.config.data.packed == str((moved.root / "sft" / "talk").resolve())
 
 
 def test_replay_mixes_in_text_of_the_base_run(work, chats):

@@ -81,21 +81,22 @@ def finished(warm: WarmProcess, tmp_path_factory: pytest.TempPathFactory) -> tup
 STAGES = ("raw data", "corpus", "tokenizer", "pack", "probes, untrained", "train", "evaluate", "generate", "export")
 
 
-def test_it_prints_a_line_for_each_stage_five_for_the_result_and_three_commands(finished: tuple[Path, str]) -> None:
+def test_it_prints_a_line_for_each_stage_six_for_the_result_and_four_commands(finished: tuple[Path, str]) -> None:
     work, output = finished
     lines = output.splitlines()
-    for stage in (*STAGES, "picture"):
+    for stage in (*STAGES, "picture", "chat"):
         assert len([line for line in lines if line.startswith(f"{stage}  ")]) == 1, output
     first = next(number for number, line in enumerate(lines) if line.startswith("Done in "))
-    results, commands = lines[first : lines.index("", first)], lines[-3:]
-    assert len(results) == 5
+    results, commands = lines[first : lines.index("", first)], lines[-4:]
+    assert len(results) == 6
     assert results[1].startswith("Held-out text, bits per byte (lower is better): code ")
     assert results[2].startswith("Facts asked in a phrasing it never saw for that fact: ")
     assert re.search(r"; in a stranger's words: \d+\.\d%; before training \d+\.\d%\.$", results[2])
     places = "summary.md (all tables), corpus/report.html, runs/quickstart/curves.png, hf (the model)"
-    assert results[4] == f"In {work}: {places}."
+    assert results[3].startswith("In a chat: facts answered en ")
+    assert results[5] == f"In {work}: {places}."
     assert len(lines) <= 25, "short enough to be read"
-    for command, verb in zip(commands, ("generate", "board", "train"), strict=True):
+    for command, verb in zip(commands, ("chat", "generate", "board", "train"), strict=True):
         words = shlex.split(command)
         assert Path(words[0]).is_absolute(), "z2a is not on the PATH of a fresh shell"
         assert words[1] == verb

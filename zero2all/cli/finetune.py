@@ -69,5 +69,5 @@ def _sft(arguments: argparse.Namespace) -> int:
 
     from zero2all.cli.main import parse
 
-    begun = parse(command)
+    begun = parse([*command, "--data.packed", str(config.data.packed)])  # where it lies now
     return int(begun.handler(begun) or 0)

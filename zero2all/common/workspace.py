@@ -26,7 +26,7 @@ from zero2all.common.schema import nearest_hint
 
 LAYOUT = 1
 STAMP_NAME = "workspace.json"
-STAGE_FOLDERS = ("raw", "corpus", "tokenizer", "packed", "runs")
+STAGE_FOLDERS = ("raw", "corpus", "tokenizer", "packed", "runs", "sft")
 PICTURES = (".png", ".svg", ".pdf")  # no stage reads them, so one may be drawn again anywhere
 
 

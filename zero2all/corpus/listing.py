@@ -18,7 +18,7 @@ CODE_SUFFIXES = frozenset({
     ".ml", ".vue", ".css", ".html", ".toml", ".yaml", ".yml", ".cmake", ".asm",
 })
 # fmt: on
-WORKSPACE_FOLDERS = frozenset({"corpus", "tokenizer", "packed", "runs"})
+WORKSPACE_FOLDERS = frozenset({"corpus", "tokenizer", "packed", "runs", "sft"})
 UNREADABLE = "unreadable"
 
 

@@ -30,14 +30,14 @@ from zero2all.common.files import read_json, staged_folder, sweep_partials, writ
 from zero2all.common.manifest import fingerprint, is_current, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
-from zero2all.corpus.listing import list_files, require_readable
+from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
 from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, log_key, texts_of
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.pieces import COUNTS, LENGTHS, TOKENS
 from zero2all.packed.shard_format import open_split, token_dtype
 from zero2all.packed.shard_writer import SHARD_TOKENS, PieceTokens, plan_shards, write_shard
-from zero2all.packed.writer import split_content, write_report
+from zero2all.packed.writer import split_content, write_report, writing_to
 from zero2all.tokenizer.chat import Dialogue
 from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.template import ChatPart, ChatTemplate, TemplateError, chat_of
@@ -78,19 +78,38 @@ def pack_conversations(
 ) -> dict[str, Any]:
     """Pack all conversations in files and folders; returns what `conversations.json` says. Work that is done is not
     done again."""
-    tokenizer = load_tokenizer(tokenizer_folder)
-    template = chat_of(tokenizer_folder, tokenizer)
-    for path in paths:
-        require_readable(path, str(path))
-    files = [file for path in paths for file in list_files(path).files]
-    stamps = [[file.name, file.size_bytes, file.mtime_ns] for file in files]
-    decisive = [RULES, stamps, tokenizer.fingerprint, template.source, options.seq_len, options.valid_share]
-    inputs = fingerprint(decisive)
+    inputs = inputs_of(paths, tokenizer_folder, options)
     report_path = folder / REPORT_NAME
     known = read_json(report_path) if report_path.is_file() else {}
     if known.get("inputs") == inputs and all(is_current(folder / SOURCE / each, "packed", inputs) for each in SPLITS):
         return dict(known)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing_to(folder):
+        report = _packed(paths, tokenizer_folder, folder, options, inputs)
+        write_json(report_path, report)
+    return report
+
+
+def inputs_of(paths: Sequence[Path], tokenizer_folder: Path, options: DataOptions) -> str:
+    """The fingerprint of everything that decides what is packed."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    stamps = [[file.name, file.size_bytes, file.mtime_ns] for file in _files(paths)]
+    template = chat_of(tokenizer_folder, tokenizer)
+    return fingerprint([RULES, stamps, tokenizer.fingerprint, template.source, options.seq_len, options.valid_share])
+
+
+def _files(paths: Sequence[Path]) -> list[InputFile]:
+    for path in paths:
+        require_readable(path, str(path))
+    return [file for path in paths for file in list_files(path).files]
+
+
+def _packed(
+    paths: Sequence[Path], tokenizer_folder: Path, folder: Path, options: DataOptions, inputs: str
+) -> dict[str, Any]:
+    """Pack everything anew; returns the report."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    template = chat_of(tokenizer_folder, tokenizer)
+    report_path = folder / REPORT_NAME
     sweep_partials(report_path)
     report_path.unlink(missing_ok=True)
     counts = _Counts()
@@ -98,7 +117,7 @@ def pack_conversations(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     with open(folder / LEFT_OUT_NAME, "wb") as left_out, _Writers(work, template, options, counts) as writers:
-        for file, item in _dialogues(files, counts):
+        for file, item in _dialogues(_files(paths), counts):
             writers.add(item, file, left_out)
         writers.flush(left_out)
     if not counts.kept:
@@ -115,7 +134,7 @@ def pack_conversations(
         if opened.tokens:
             rows[split] = build_best_fit(opened, options.seq_len)["rows"]
     write_report(folder, tokenizer.fingerprint, manifests)
-    report = {
+    return {
         "inputs": inputs,
         "read": counts.read,
         "kept": counts.kept,
@@ -126,8 +145,6 @@ def pack_conversations(
         "tokens": {split: writers.totals[split]["tokens"] for split in SPLITS},
         "learned_tokens": {split: writers.totals[split]["learned"] for split in SPLITS},
     }
-    write_json(report_path, report)
-    return report
 
 
 # ---- reading --------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from zero2all.common.schema import Problem, apply_overrides
 from zero2all.common.workspace import FOLDER_NAME_WORDS, Workspace, is_folder_name
 from zero2all.config import ConfigError, RunConfig, config_from_values, config_values
 from zero2all.exchange import import_folder
-from zero2all.finetune.data import SOURCE, DataOptions, pack_conversations
+from zero2all.finetune.data import SOURCE, DataOptions, inputs_of, pack_conversations
 from zero2all.infer.load import LoadedModel, load_model
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.mixture import source_weights
@@ -35,9 +35,8 @@ from zero2all.packed.writer import write_report
 from zero2all.train.checkpoints.manifest import Step
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
-from zero2all.train.saved_config import CONFIG_FILE, load_run_config, save_run_config
+from zero2all.train.saved_config import CONFIG_FILE, FINETUNE_FILE, load_run_config, save_run_config
 
-RECORD_NAME = "finetune.json"
 FOLDER = "sft"
 """Below the workspace: packed conversations, by run."""
 BASE_SHARE = 1 / 3
@@ -100,7 +99,10 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
         raise UsageError(f"--name {options.name} is the base run itself. Choose another name.")
     seq_len = options.seq_len or loaded.config.data.seq_len
     folder = (workspace.root / FOLDER / options.name).resolve()
-    report = pack_conversations(options.data, workspace.tokenizer, folder, DataOptions(seq_len, options.valid_share))
+    data = DataOptions(seq_len, options.valid_share)
+    if run.exists() and not options.replace:  # before its packed conversations would be replaced
+        _refuse_changed(run, {"base": loaded.name, "data": inputs_of(options.data, workspace.tokenizer, data)})
+    report = pack_conversations(options.data, workspace.tokenizer, folder, data)
     if not report["rows"].get("train"):
         raise BadInputError("All conversations were held out. Lower --valid-share, or add conversations.")
     mixture = {SOURCE: 1.0}
@@ -112,17 +114,13 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
         "base": loaded.name,
         "step": loaded.step,
         "data": report["inputs"],
-        "config": fingerprint(config_values(config)),
+        "config": fingerprint(config_values(_placed(config, None))),  # a workspace may be moved
     }
     if run.exists():
-        changed = _changed(run, record)
-        if not changed:
-            return PreparedRun(run, load_run_config(run), report, is_new=False)
         if not options.replace:
-            raise UsageError(
-                f"The run {run.name} already exists, and {', '.join(changed)} differ from those it was begun with. "
-                f"Choose another --name, or delete {run}."
-            )
+            _refuse_changed(run, record)
+        if not _changed(run, record):
+            return PreparedRun(run, _placed(load_run_config(run), folder), report, is_new=False)
         shutil.rmtree(run)
     details: dict[str, Any] = {
         "data": None,
@@ -134,7 +132,7 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     }
     with staged_folder(run) as partial:
         save_run_config(config, partial)
-        write_json(partial / RECORD_NAME, record)
+        write_json(partial / FINETUNE_FILE, record)
         weights_by_name = {f"model/{name}": tensor for name, tensor in loaded.weights().items()}
         snapshot = Snapshot.of_tensors(weights_by_name, {"step": 0, "tokens": 0})
         write_checkpoint(partial, 0, snapshot, {"inputs": record["config"], **details})
@@ -154,11 +152,25 @@ def _base_run(base: str, workspace: Workspace) -> str:
     return name
 
 
+def _placed(config: RunConfig, folder: Path | None) -> RunConfig:
+    """The config with its conversations in this folder."""
+    return replace(config, data=replace(config.data, packed=None if folder is None else str(folder)))
+
+
+def _refuse_changed(run: Path, record: Mapping[str, Any]) -> None:
+    changed = _changed(run, record)
+    if changed:
+        raise UsageError(
+            f"The run {run.name} already exists, and {', '.join(changed)} differ from those it was begun with. Choose "
+            f"another --name, or delete {run}."
+        )
+
+
 def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
     """What differs from what a run was begun with, in words."""
-    known = read_json_object(run / RECORD_NAME) if (run / RECORD_NAME).is_file() else {}
+    known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
     words = {"base": "the base run", "step": "its step", "data": "the conversations", "config": "the settings"}
-    return [word for name, word in words.items() if known.get(name) != record[name]]
+    return [words[name] for name, value in record.items() if known.get(name) != value]
 
 
 def _config(

@@ -22,6 +22,7 @@ from zero2all.common.errors import UsageError, UserError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, own_template
 from zero2all.tokenizer.template import ChatTemplate, folder_template, own_chat
+from zero2all.train.saved_config import FINETUNE_FILE
 
 if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
@@ -115,6 +116,8 @@ def _learned_conversations(loaded: LoadedModel) -> bool | None:
     config = loaded.config
     if config is None or loaded.folder is None:
         return None
+    if (loaded.folder / FINETUNE_FILE).is_file():
+        return True
     packed = Path(config.data.packed) if config.data.packed else loaded.folder.parent.parent / "packed"
     mixtures = [config.data.mixture]
     mixtures += [stage.mixture or config.data.mixture for stage in config.stages if stage.from_step <= loaded.step]
