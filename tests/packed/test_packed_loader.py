@@ -181,12 +181,9 @@ def test_blocks_give_what_single_lookups_give(data, position, count):
 # ---- the thread ----
 
 
-def test_a_run_without_steps_left_gives_no_batch(data):
+def test_reading_ahead_is_bounded_and_ends_with_close_and_without_steps_left_there_is_no_batch(data, monkeypatch):
     assert list(Loader(data, STEP, 400 * STEP, steps=0)) == []
     assert list(Loader(data, STEP, 400 * STEP, steps=-3)) == []
-
-
-def test_reading_ahead_is_bounded_and_ends_with_close(data, monkeypatch):
     before = loaders_alive()
     read = []
     original = loader_module.read_batch

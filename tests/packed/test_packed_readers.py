@@ -26,10 +26,13 @@ SAMPLES = 4
 STEP = SAMPLES * SEQ_LEN
 
 
+def open_data(made):
+    return open_training_data(made.packed, DataConfig(seq_len=SEQ_LEN), [Stage("main", 0, None, SEQ_LEN)])
+
+
 @pytest.fixture(scope="module")
 def data(by_hand, tmp_path_factory):
-    made = by_hand(tmp_path_factory.mktemp("readers"), {"a": [30] * 200})
-    return open_training_data(made.packed, DataConfig(seq_len=SEQ_LEN), [Stage("main", 0, None, SEQ_LEN)])
+    return open_data(by_hand(tmp_path_factory.mktemp("readers"), {"a": [30] * 200}))
 
 
 def reading_processes(of: int) -> list[psutil.Process]:
@@ -71,8 +74,7 @@ def test_readers_that_keep_dying_end_the_run_with_the_way_on(data, monkeypatch):
 
 
 def test_an_error_in_a_reader_reaches_the_trainer(by_hand, tmp_path):
-    made = by_hand(tmp_path, {"a": [30] * 20})
-    data = open_training_data(made.packed, DataConfig(seq_len=SEQ_LEN), [Stage("main", 0, None, SEQ_LEN)])
+    data = open_data(by_hand(tmp_path, {"a": [30] * 20}))
     for shard in (tmp_path / "a/train").glob("tokens-*.bin"):
         shard.write_bytes(b"\xff" * shard.stat().st_size)
     loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process"))
