@@ -46,7 +46,15 @@ def test_what_stands_for_too_much_is_refused_at_once(text, words):
 
 @pytest.mark.parametrize(
     "text",
-    ["a: [", "a: *nothing", "a: 2024-13-45", f"a: {'9' * 5000}", "a: !!python/object:os.system x", "? {a: b}\n: c", "\0"],
+    [
+        "a: [",
+        "a: *no",
+        "a: 2024-13-45",
+        f"a: {'9' * 5000}",
+        "a: !!python/object:os.system x",
+        "? {a: b}\n: c",
+        "\0",
+    ],
 )
 def test_what_is_no_plain_yaml_is_an_error_of_one_kind(text):
     with pytest.raises(YamlError):
@@ -54,7 +62,7 @@ def test_what_is_no_plain_yaml_is_an_error_of_one_kind(text):
 
 
 def test_aliases_merges_and_depth_of_an_honest_file_are_read():
-    text = "base: &base {lr: 1, name: x}\none:\n  <<: *base\n  lr: 2\ntwo: *base\nlist: &list [1, 2]\nsame: [*list, *list]"
+    text = "base: &base {lr: 1, name: x}\none:\n  <<: *base\n  lr: 2\ntwo: *base\nlist: &l [1, 2]\nsame: [*l, *l]"
     base = {"lr": 1, "name": "x"}
     assert loads(text) == {"base": base, "one": {**base, "lr": 2}, "two": base, "list": [1, 2], "same": [[1, 2]] * 2}
     depth = DEEPEST - 1

@@ -136,11 +136,11 @@ def test_an_error_of_the_link_is_raised_in_every_rank(run):
     assert [str(error) for error in found] == ["the others are gone"] * 2
 
 
-@pytest.mark.parametrize(("at", "is_right"), [(0, False), (3, False), (7, False), (None, True)])
-def test_a_payload_of_a_group_has_a_fault_wherever_a_value_is_not_finite(at, is_right):
-    payload = torch.ones(8)
-    if at is not None:
-        payload[at] = torch.inf
+def test_a_payload_of_a_group_has_a_fault_wherever_a_value_is_not_finite():
     known = expected_of(LAYOUTS)
     assert known.payload_bytes == [32, 12]
-    assert (known.fault(0, payload.numpy().tobytes()) == "") == is_right
+    assert known.fault(0, torch.ones(8).numpy().tobytes()) == ""
+    for at in (0, 3, 7):
+        payload = torch.ones(8)
+        payload[at] = torch.inf
+        assert known.fault(0, payload.numpy().tobytes())

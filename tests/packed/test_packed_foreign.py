@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.packed.foreign import (
-    Import,
-    document_lengths,
-    export_split,
-    import_source,
-    index_bytes,
-    megatron_dtype,
-)
+from zero2all.packed.foreign import Import, document_lengths, export_split, import_source, index_bytes, megatron_dtype
 from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer

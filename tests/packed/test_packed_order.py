@@ -9,15 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zero2all.packed.order import (
-    WEIGHT_UNITS,
-    MixtureCycle,
-    Order,
-    Source,
-    permutation_key,
-    permuted,
-    rounded_weights,
-)
+from zero2all.packed.order import WEIGHT_UNITS, MixtureCycle, Order, Source, permutation_key, permuted, rounded_weights
 
 KEYS = st.integers(0, 2**64 - 1)
 

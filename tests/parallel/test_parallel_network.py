@@ -37,14 +37,11 @@ def test_variables_follow_from_interface_and_ports(tmp_path):
     assert network_variables(None, [], {}) == []
 
 
-def test_what_the_user_set_stays():
+def test_what_the_user_set_stays_and_an_interface_that_does_not_exist_is_refused():
     values = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_P2P_DISABLE": "1"}
     found = set_network_variables("127.0.0.1", values)
     assert values == {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_P2P_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     assert "NCCL_SOCKET_IFNAME=ib0 (set by you)" in map(str, found)
-
-
-def test_an_interface_that_does_not_exist_is_refused():
     with pytest.raises(UsageError, match=r"names eth9, but this machine has only the interfaces .*lo"):
         set_network_variables("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth9"})
 
@@ -62,22 +59,22 @@ def test_a_link_of_known_speed_is_measured(monkeypatch):
     assert bits == pytest.approx(160e6, rel=1e-3)
 
 
-def test_two_machines_say_how_fast_the_link_is():
-    program = (
-        "import torch; from zero2all.parallel.world import join_world; "
-        "from zero2all.parallel.config import ParallelConfig\n"
-        "with join_world(torch.device('cpu'), ParallelConfig()) as world:\n    print(world.notes)"
-    )
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {key: value for key, value in os.environ.items() if "IFNAME" not in key}
-    both = [
-        subprocess.Popen([sys.executable, "-c", program], env={**shared, "RANK": rank}, stdout=-1, text=True)
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=120)[0] for process in both]
-    for text in said:
-        assert "GLOO_SOCKET_IFNAME=lo (the route to 127.0.0.1 leaves through it)" in text
-        assert "network: 2 machines over lo" in text
+JOIN = """
+import os, sys, torch
+os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], RANK=sys.argv[2], WORLD_SIZE="2")
+from zero2all.parallel.world import join_world
+from zero2all.parallel.config import ParallelConfig
+with join_world(torch.device("cpu"), ParallelConfig()) as world:
+    print(world.notes)
+"""
+
+
+def test_two_machines_say_how_fast_the_link_is(start):
+    port = free_port()
+    for each in [start(port, rank, code=JOIN) for rank in range(2)]:
+        assert each.wait() == 0, each.text()
+        assert "GLOO_SOCKET_IFNAME=lo (the route to 127.0.0.1 leaves through it)" in each.text()
+        assert "network: 2 machines over lo" in each.text()
 
 
 def system(tmp_path, nodes, numa_node):
@@ -92,15 +89,12 @@ def system(tmp_path, nodes, numa_node):
     return tmp_path
 
 
-ALL = set(range(16))
-
-
 @pytest.mark.parametrize(
     ("nodes", "numa_node", "allowed", "taken"),
     [
-        (["0-3,8-11", "4-7,12-15"], 1, ALL, {4, 5, 6, 7, 12, 13, 14, 15}),
-        (["0-3,8-11", "4-7,12-15"], -1, ALL, set()),  # the firmware does not say
-        (["0-15"], 0, ALL, set()),  # one node
+        (["0-3,8-11", "4-7,12-15"], 1, set(range(16)), {4, 5, 6, 7, 12, 13, 14, 15}),
+        (["0-3,8-11", "4-7,12-15"], -1, set(range(16)), set()),  # the firmware does not say
+        (["0-15"], 0, set(range(16)), set()),  # one node
         (["0-3,8-11", "4-7,12-15"], 1, {0, 1, 2, 3}, set()),  # srun or taskset chose others
         (["0-3,8-11", "4-7,12-15"], 1, {4, 5}, set()),  # srun chose some of them
     ],

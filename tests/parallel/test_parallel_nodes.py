@@ -28,16 +28,19 @@ def test_flags_win_over_slurm_and_slurm_fills_in_what_they_leave_open():
 
 
 def test_all_problems_of_the_flags_are_named_at_once():
-    with pytest.raises(UsageError, match=r"--node-rank is 2: expected 0 to 1.*--rendezvous is missing"):
-        find_nodes((2, 2), 2, environment={})
-    with pytest.raises(UsageError, match="--rendezvous needs the number of machines"):
-        find_nodes(rendezvous="a:1", environment={})
-    with pytest.raises(UsageError, match="--node-rank needs the number of machines"):
-        find_nodes(rank=0, environment={})  # it would train alone
-    with pytest.raises(UsageError, match="Expected HOST:PORT"):
-        find_nodes((2, 2), 0, "a:99999", environment={})
-    with pytest.raises(UsageError, match=r"16 tasks on 2 machines.*--ntasks-per-node=1"):
-        find_nodes(environment={**STEP, "SLURM_STEP_NUM_TASKS": "16"})
+    here = rf"192.0.2.1 of --rendezvous is no address .*--rendezvous-bind {outer_address()}:5000"
+    for arguments, said in (
+        ({"counts": (2, 2), "rank": 2}, r"--node-rank is 2: expected 0 to 1.*--rendezvous is missing"),
+        ({"rendezvous": "a:1"}, "--rendezvous needs the number of machines"),
+        ({"rank": 0}, "--node-rank needs the number of machines"),  # it would train alone
+        ({"counts": (2, 2), "rank": 0, "rendezvous": "a:99999"}, "Expected HOST:PORT"),
+        ({"environment": {**STEP, "SLURM_STEP_NUM_TASKS": "16"}}, r"16 tasks on 2 machines.*--ntasks-per-node=1"),
+        ({"counts": (2, 2), "rank": 0, "rendezvous": "192.0.2.1:5000"}, here),  # of another machine
+    ):
+        with pytest.raises(UsageError, match=said):
+            find_nodes(**{"environment": {}, **arguments})
+    with pytest.raises(UsageError, match=r"--interface is 'ib9'. This machine has: .*lo"):
+        use_interface("ib9")
 
 
 def test_machine_0_listens_where_the_others_look_for_it_and_nowhere_else(capfd):
@@ -57,13 +60,6 @@ def test_a_name_that_is_not_known_yet_does_not_end_machine_0(capfd):
     assert "does not know the name no-such-host.invalid of --rendezvous. It listens on" in capfd.readouterr().err
 
 
-def test_an_address_of_another_machine_is_refused_with_the_flag_to_add():
-    with pytest.raises(
-        UsageError, match=rf"192.0.2.1 of --rendezvous is no address .*--rendezvous-bind {outer_address()}:5000"
-    ):
-        find_nodes((2, 2), 0, "192.0.2.1:5000", environment={})
-
-
 def test_a_second_machine_0_on_this_host_is_suspected():
     port = free_port()
     nodes = Nodes(2, 0, "127.0.0.1", port, "127.0.0.1", port)
@@ -80,24 +76,13 @@ def test_a_range_of_ports_for_firewalls():
         assert (problem.field, problem.value) == ("parallel.ports", wrong)
 
 
-def test_a_number_of_machines_or_the_least_and_the_most():
+def test_numbers_of_machines_are_read_and_the_first_host_of_a_slurm_list():
     assert [read_counts(text) for text in ("4", "2:4")] == [(4, 4), (2, 4)]
     for wrong in ("0", "4:2", "2:", "a", "1:2:3"):
         with pytest.raises(ValueError):  # noqa: PT011
             read_counts(wrong)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [("a1,b2", "a1"), ("gpu[007-012,3],b", "gpu007"), ("r[1-2]n[5,7]-x,b", "r1n5-x"), ("one", "one")],
-)
-def test_the_first_host_of_a_slurm_list(hosts, first):
-    assert first_host(hosts) == first
-
-
-def test_an_interface_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(UsageError, match=r"--interface is 'ib9'. This machine has: .*lo"):
-        use_interface("ib9")
+    hosts = {"a1,b2": "a1", "gpu[007-012,3],b": "gpu007", "r[1-2]n[5,7]-x,b": "r1n5-x", "one": "one"}
+    assert {each: first_host(each) for each in hosts} == hosts
 
 
 def rules(processes: int) -> Rules:

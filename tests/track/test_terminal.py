@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
 
 from tests.processes import Screen
 from zero2all.cli import main
 from zero2all.track import MetricsWriter
-from zero2all.track.frame import change_of, frame
+from zero2all.track.frame import Canvas, change_of, frame
 from zero2all.track.reader import RunReader
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,13 @@ def test_a_run_without_metrics_or_with_only_nan_still_has_a_frame(tmp_path):
     with MetricsWriter(tmp_path / "nan") as run:
         run.log({"loss": math.nan}, step=1, tokens=1)
     assert "1 not finite" in text_of(tmp_path / "nan")
+    with MetricsWriter(tmp_path / "run") as run:
+        for step, loss in enumerate([9, 9, 9, 9, 4, 6, 1, math.nan]):
+            run.log({"loss": loss}, step=step, tokens=0)
+    assert change_of(RunReader(tmp_path / "run").series("loss")) == pytest.approx(1 - 5), (
+        "the last rows to those before"
+    )
+    assert change_of(RunReader(tmp_path / "run").series("absent")) is None
 
 
 def test_control_characters_from_a_run_do_not_reach_the_terminal(tmp_path):
@@ -122,14 +130,6 @@ def test_control_characters_from_a_run_do_not_reach_the_terminal(tmp_path):
     said = text_of(tmp_path / "evil")
     assert not any(ord(character) < 32 and character != "\n" for character in said)
     assert "\x9b" not in said
-
-
-def test_change_compares_the_last_rows_with_as_many_before(tmp_path):
-    with MetricsWriter(tmp_path / "run") as run:
-        for step in range(8):
-            run.log({"loss": [9, 9, 9, 9, 4, 6, 1, math.nan][step]}, step=step, tokens=0)
-    assert change_of(RunReader(tmp_path / "run").series("loss")) == pytest.approx(1 - 5)
-    assert change_of(RunReader(tmp_path / "run").series("absent")) is None
 
 
 def test_once_prints_one_frame_into_a_pipe(tmp_path, capsys, monkeypatch):
@@ -189,3 +189,60 @@ def test_the_live_view_follows_the_run_and_the_window_and_ends_with_q(tmp_path):
             os.write(screen.handle, b"q")
             screen.wait_for(b"\x1b[?1049l")
             assert process.wait(300) == 0
+
+
+# ---- curves of braille dots ----
+
+
+def array(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float64)
+
+
+def test_the_four_corners_are_the_four_corner_dots():
+    canvas = Canvas(1, 1, (0, 1), (0, 1))
+    canvas.curve(array(0), array(0))
+    assert canvas.lines() == ["⡀"]
+    for x, y, dot in ((0, 1, "⠁"), (1, 1, "⠈"), (1, 0, "⢀")):
+        canvas = Canvas(1, 1, (0, 1), (0, 1))
+        canvas.curve(array(x), array(y))
+        assert canvas.lines() == [dot]
+
+
+def test_a_straight_line_leaves_no_gap():
+    canvas = Canvas(4, 2, (0, 1), (0, 1))
+    canvas.curve(array(0, 1), array(0, 1))
+    dots = canvas._dots[0]
+    assert dots.any(axis=0).all(), "every column"
+    assert canvas.lines() == ["⠀⠀⡠⠊", "⡠⠊⠀⠀"]
+
+
+def test_a_one_step_spike_reaches_from_the_curve_to_its_top():
+    low, high = np.zeros(40), np.zeros(40)
+    high[20] = 1.0
+    canvas = Canvas(20, 5, (0, 39), (0, 1))
+    canvas.curve(np.arange(40.0), low, high)
+    assert canvas._dots[0][:, 20].all()
+    assert canvas._dots[0][:10].sum() < 20
+
+
+def test_what_lies_outside_is_drawn_at_the_edge_and_what_is_not_finite_is_left_out():
+    canvas = Canvas(3, 1, (0, 2), (0, 1))
+    canvas.curve(array(0, 1, 2), array(1e300, np.nan, -np.inf))
+    assert canvas.lines() == ["⠁⠀⠀"]
+    canvas.curve(array(-5, 99), array(0, 0))
+    assert canvas.lines() == ["⠁⠀⠀"], "no place on the canvas"
+
+
+def test_the_topmost_layer_gives_the_color():
+    canvas = Canvas(2, 1, (0, 1), (0, 1), layers=2)
+    canvas.curve(array(0, 1), array(0, 0), layer=0)
+    canvas.curve(array(1), array(1), layer=1)
+    assert canvas.top_layers().tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("size", [(0, 0), (1, 1), (300, 90)])
+def test_any_size_and_a_flat_world_work(size):
+    canvas = Canvas(*size, (5, 5), (2, 2))
+    canvas.curve(array(5, 5), array(2, 2))
+    assert len(canvas.lines()) == max(size[1], 1)
+    assert all(len(line) == max(size[0], 1) for line in canvas.lines())
