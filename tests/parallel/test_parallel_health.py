@@ -33,7 +33,7 @@ def exchanges(units: int, bad: set[int], speed: float = 0.0) -> list[dict]:
 
 
 def test_one_that_is_in_no_good_pair_is_named_whichever_it_is():
-    for units, bad in [(units, bad) for units in (3, 4, 5, 6, 9) for bad in range(units)]:
+    for units, bad in [(count, bad) for count in (3, 4, 5, 6, 9) for bad in range(count)]:
         found = judge(products()[:1], exchanges(units, {bad}), 1, 1)
         assert list(found.broken) == [bad], (units, bad)
         if units > 3:  # of three, two pairs may both be slow, and none is usual

@@ -36,14 +36,15 @@ def train(work, config_file, tmp_path):
     path = config_file(**SECTIONS)
     started: list[subprocess.Popen] = []
 
-    def start(*words: str, faults: list[dict] | None = None) -> subprocess.Popen:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "Z2A_LANG": "en"}
+    def start(*words: str, faults: list[dict] | None = None, encoding: str = "utf-8") -> subprocess.Popen:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "Z2A_LANG": "en", "PYTHONIOENCODING": encoding}
         if faults is not None:
             plan = tmp_path / f"plan-{len(started)}.json"
             plan.write_text(json.dumps([{"point": "step", **fault} for fault in faults]))
             env[FAULTS] = str(plan)
         command = [sys.executable, "-m", "zero2all", "train", str(path), "--work", str(work.root), *words]
-        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "encoding": encoding}
+        started.append(subprocess.Popen(command, env=env, **output))
         return started[-1]
 
     yield start
@@ -78,7 +79,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_end
     page = (run / "incidents/7-hang.md").read_text()
     assert "Stack of rank 1, the odd one" in page
     assert "Collectives" in page
-    finished(train("--train.name", "whole"))
+    finished(train("--train.name", "whole", encoding="gbk"))  # as where errors go to a file in an old encoding
     losses = [read_run(each).series["loss"].value.tolist() for each in (run, work.run("whole"))]
     assert losses[0] == losses[1]
     assert bits(run) == bits(work.run("whole"))
@@ -108,16 +109,6 @@ def check_recovery(run: Path, started: float, waits: float = 0.0) -> None:
     assert step_times(run, 2)[0] - step_times(run, 1)[-1] <= cold + 10 + waits
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "gbk"])
-def test_a_run_whose_errors_go_to_a_file_in_an_old_encoding_trains(work, config_file, tmp_path, encoding):
-    path = config_file(resilience={"supervise": True})
-    command = [sys.executable, "-m", "zero2all", "train", str(path), "--work", str(work.root)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": encoding}
-    with open(tmp_path / "errors.txt", "w") as errors:
-        done = subprocess.run(command, env=env, stdout=subprocess.DEVNULL, stderr=errors)
-    assert done.returncode == 0, (tmp_path / "errors.txt").read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on(train, work, stopped):
@@ -140,31 +131,11 @@ def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill", "stop", "segfault", "hold_gil", "raise"])
-def test_any_fault_of_a_rank_ends_in_the_same_bits(train, work, fault):
-    finished(train("--train.name", "whole"))
-    started = time.time()
-    finished(train(faults=[{"fault": fault, "rank": 1, "step": 8}]))
-    (incident,) = incidents(work.run("run"))
-    assert incident["rank"] == 1
-    assert bits(work.run("run")) == bits(work.run("whole"))
-    check_recovery(work.run("run"), started, waits=SECTIONS["resilience"]["limits"]["step"])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "zero"), [(4, 0), (8, 1)])
 def test_a_layout_that_loses_a_rank_continues_from_memory(train, work, tmp_path, processes, zero):
     (tmp_path / "ram").mkdir()
-    words = [
-        "--parallel.processes",
-        processes,
-        "--parallel.tensor",
-        2,
-        "--parallel.pipeline",
-        2,
-        "--parallel.zero",
-        zero,
-    ]
+    words = ["--parallel.processes", processes, "--parallel.tensor", 2, "--parallel.pipeline", 2]
+    words += ["--parallel.zero", zero]
     words += ["--model.layers", 2, "--model.kv_heads", 2, "--train.tokens_per_step", 256, "--checkpoint.every_steps", 0]
     words += ["--resilience.memory_folder", tmp_path / "ram", "--resilience.limits", "{}"]
     words = list(map(str, words))
