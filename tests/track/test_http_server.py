@@ -165,10 +165,10 @@ def test_an_address_with_its_share_of_connections_does_not_shut_out_another(smal
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_client_that_never_reads_is_let_go_and_one_that_reads_slowly_is_not(small, reads):
-    server = small(stalled_seconds=1.0)
+    server = small(stalled_seconds=0.7)
     client = server.connect(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
     if reads:
-        until = time.monotonic() + 3
+        until = time.monotonic() + 2
         while time.monotonic() < until:
             assert client.recv(300_000)
             time.sleep(0.05)
@@ -226,7 +226,7 @@ try:
     while True: taken.append(os.open("/dev/null", os.O_RDONLY))
 except OSError: pass
 client.connect(listening.getsockname())
-time.sleep(3.5)  # asyncio tries again each second
+time.sleep(2.5)  # asyncio tries again each second
 for each in taken: os.close(each)
 client.sendall(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
 print(client.recv(12).decode())
@@ -255,9 +255,8 @@ def behind_a_gate(token: str | None = None) -> TestClient:
     return TestClient(Starlette(routes=routes, middleware=[gate]), base_url="http://127.0.0.1:6107")
 
 
-@pytest.mark.parametrize(
-    ("origin", "status"),
-    [
+def test_another_site_is_known_by_its_origin():
+    for origin, status in (
         ("http://evil.example", 403),
         ("http://localhost:3000", 403),  # another program of this machine
         ("http://127.0.0.1:6107.evil.example", 403),
@@ -265,15 +264,10 @@ def behind_a_gate(token: str | None = None) -> TestClient:
         ("", 403),
         ("http://127.0.0.1:6107", 200),
         ("https://proxy.example", 200),
-    ],
-)
-def test_another_site_is_known_by_its_origin(origin, status):
-    assert behind_a_gate().post("/", headers={"Origin": origin}).status_code == status
-
-
-def test_a_browser_that_calls_its_request_our_own_is_believed_without_an_origin():
-    headers = {"Origin": "null", "Sec-Fetch-Site": "same-origin"}
-    assert behind_a_gate().post("/", headers=headers).status_code == 200
+    ):
+        assert behind_a_gate().post("/", headers={"Origin": origin}).status_code == status, origin
+    own = {"Origin": "null", "Sec-Fetch-Site": "same-origin"}  # a browser that says so is believed without an origin
+    assert behind_a_gate().post("/", headers=own).status_code == 200
 
 
 def test_a_wrong_token_is_told_from_none_and_open_paths_need_none():
@@ -284,12 +278,9 @@ def test_a_wrong_token_is_told_from_none_and_open_paths_need_none():
         assert "token is wrong" in wrong.text
     assert client.get("/health").text == "inside"
     assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 403
-
-
-def test_health_is_answered_under_any_name_and_the_rest_is_not():
     headers = {"Host": "z2a-serve.default.svc.cluster.local:6107"}
-    assert behind_a_gate("right").get("/health", headers=headers).text == "inside"
-    assert behind_a_gate("right").get("/", headers=headers).status_code == 421
+    assert client.get("/health", headers=headers).text == "inside"
+    assert client.get("/", headers=headers).status_code == 421
 
 
 def test_an_address_that_this_machine_does_not_have_is_named_as_the_mistake():

@@ -269,6 +269,7 @@ def test_the_keyboard_reaches_everything_and_help_lists_it(page, served, locale)
     page.keyboard.press("?")
     page.get_by_role("dialog").get_by_text(words(locale, "Find a metric", "查找指标")).wait_for()
     page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
     page.locator(f'{LOSS} .marker[data-kind="spike"]').wait_for()  # events come after the first curve
     page.keyboard.press("n")
     page.locator("#drawer h2").wait_for()
