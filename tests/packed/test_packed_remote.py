@@ -85,7 +85,9 @@ def test_the_loader_hands_out_the_same_batches(made, tmp_path, kind):
     assert 0 < block_bytes(tmp_path / "cache") <= LIMIT
 
 
-def test_only_what_is_touched_is_fetched_and_only_once(address, tmp_path, monkeypatch):
+def test_only_what_is_touched_is_fetched_only_once_and_not_from_blocks_of_data_that_was_packed_anew(
+    by_hand, address, tmp_path, monkeypatch
+):
     files = fsspec.filesystem("memory")
     asked = []
     plain = type(files).cat_file
@@ -98,6 +100,12 @@ def test_only_what_is_touched_is_fetched_and_only_once(address, tmp_path, monkey
     split.read(100, 200)
     assert [path.rsplit("/", 1)[1] for path in asked if path.endswith((".bin", ".idx"))] == ["tokens-00000.bin"]
     assert block_bytes(tmp_path / "cache") == BLOCK
+    before = split.read(0, 500)
+    other = by_hand(tmp_path / "other", {"a": [700] * 100, "talk": [500] * 60}, masked=["talk"], seed=5)
+    upload(other, address)
+    after = opened(address, tmp_path / "cache").read(0, 500)
+    assert (after == other.tokens["a"][:500]).all()
+    assert (after != before).any()
 
 
 def test_the_blocks_used_last_stay(tmp_path):
@@ -143,15 +151,6 @@ def test_processes_share_a_cache_and_a_killed_one_leaves_it_whole(tmp_path):
     assert start(3).wait() == 0
     assert block_bytes(tmp_path) <= 20_000
     assert not leftover.exists()
-
-
-def test_data_packed_anew_is_not_read_from_old_blocks(made, by_hand, address, tmp_path):
-    before = opened(address, tmp_path / "cache").read(0, 500)
-    other = by_hand(tmp_path / "other", {"a": [700] * 100, "talk": [500] * 60}, masked=["talk"], seed=5)
-    upload(other, address)
-    after = opened(address, tmp_path / "cache").read(0, 500)
-    assert (after == other.tokens["a"][:500]).all()
-    assert (after != before).any()
 
 
 def test_a_best_fit_index_comes_along(made, tmp_path):

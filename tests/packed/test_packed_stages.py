@@ -131,17 +131,15 @@ def test_more_epochs_than_allowed_are_refused_before_anything_is_read(made):
         open_at(made, stages, end=200 * T, max_epochs={"en": 2.0})  # a channel
     with pytest.raises(UsageError, match=r"data\.max_epochs names `cc`"):
         open_at(made, stages, end=200 * T, max_epochs={"cc": 2.0})
-
-
-def test_a_limit_on_a_source_stands_before_one_on_its_channel(made):
-    stages = [Stage("main", 0, {"a": 1.0}, T)]
+    stages = [Stage("main", 0, {"a": 1.0}, T)]  # a limit on a source stands before one on its channel
     assert open_at(made, stages, end=98 * T, max_epochs={"a": 2.0, "en": 1.0}).plan
     with pytest.raises(UsageError, match="a: 2"):
         open_at(made, stages, end=98 * T, max_epochs={"a": 1.0, "en": 2.0})
+    with pytest.raises(UsageError, match=r"leaves nothing to read from token 88 on \(stage main\)"):
+        open_at(made, [Stage("main", 0, {"c": 1.0}, T)], max_epochs={"c": 0.5}, when_used_up="share", end=100 * T)
 
 
-@pytest.mark.parametrize("resume_at", [None, 1, 30, 43, 44, 45, 60, 97, 98, 99, 150])
-def test_the_weight_of_a_source_that_is_used_up_is_shared_among_the_others(made, resume_at):
+def test_the_weight_of_a_source_that_is_used_up_is_shared_among_the_others(made):
     stages = [Stage("main", 0, {"a": 2.0, "b": 1.0, "c": 1.0}, T)]
     fields = {"max_epochs": {"c": 0.5, "a": 1.0}, "when_used_up": "share", "end": 170 * T}
     data = open_at(made, stages, **fields)
@@ -149,15 +147,10 @@ def test_the_weight_of_a_source_that_is_used_up_is_shared_among_the_others(made,
     assert counts == {"c": 11, "a": 49, "b": 110}
     assert [stage.name for stage in data.plan] == ["main", "main without c", "main without a, c"]
     assert data.shares["main without c"] == pytest.approx([2 / 3, 1 / 3, 0], abs=1e-4)
-    if resume_at is not None:
+    for resume_at in (1, 30, 43, 44, 45, 60, 97, 98, 99, 150):
         resumed = open_at(made, stages, resume_at * T, data.record["stages"], **fields)
         assert resumed.fingerprint == data.fingerprint
         assert read_from(resumed, resume_at, 170 - resume_at) == read_from(data, resume_at, 170 - resume_at)
-
-
-def test_limits_that_leave_nothing_to_read_are_refused(made):
-    with pytest.raises(UsageError, match=r"leaves nothing to read from token 88 on \(stage main\)"):
-        open_at(made, [Stage("main", 0, {"c": 1.0}, T)], max_epochs={"c": 0.5}, when_used_up="share", end=100 * T)
 
 
 def test_limits_count_what_earlier_lengths_have_read():

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from zero2all.common.fault import FAULTS
@@ -96,38 +94,10 @@ def step_times(run: Path, attempt: int) -> list[float]:
     return [row["time"] for row in rows if "loss" in row.get("values", {})]
 
 
-def wait_for_step(run: Path, attempt: int) -> None:
-    deadline = time.monotonic() + 200
-    while not step_times(run, attempt):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def check_recovery(run: Path, started: float, waits: float = 0.0) -> None:
     """From the last step before the fault to the next one: at most a cold start and ten seconds, and the limit."""
     cold = step_times(run, 1)[0] - started
     assert step_times(run, 2)[0] - step_times(run, 1)[-1] <= cold + 10 + waits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_supervisor_that_is_killed_leaves_nothing_and_the_same_command_goes_on(train, work, stopped):
-    process = train("--train.steps", "100000")
-    wait_for_step(work.run("run"), 1)
-    second = train("--train.steps", "100000")
-    text = finished(second, 13)
-    assert "Another process writes the run run" in text
-    children = psutil.Process(process.pid).children(recursive=True)
-    if stopped:
-        next(child for child in children if child.name() == "z2a rank 1").suspend()
-    process.kill()
-    process.communicate()
-    psutil.wait_procs(children, timeout=300)
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    again = train("--train.steps", "100000")
-    wait_for_step(work.run("run"), 2)
-    again.send_signal(signal.SIGTERM)
-    assert "was stopped and saved" in finished(again, 10)
 
 
 @pytest.mark.slow
