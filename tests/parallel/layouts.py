@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import Program, WarmProcess
+from tests.simulated_rank import CollectiveBytes
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
@@ -166,28 +166,6 @@ def batch_of(
     return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, **place)
 
 
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes that are handed to collectives, by their kind; FSDP's are seen too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, operation, _types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        if operation.namespace == "c10d":
-            kind = operation._opname.strip("_").removesuffix("_base")
-            output_first = kind in ("reduce_scatter", "allgather")
-            given = arguments[1] if output_first else arguments[0]
-            self.bytes[kind] = self.bytes.get(kind, 0) + sum(tensor.nbytes for tensor in _flat(given))
-        return operation(*arguments, **(keywords or {}))
-
-
-def _flat(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [tensor for value in values for tensor in _flat(value)]
-
-
 def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
     """Weights and moments, put together on rank 0 from the parts of all ranks."""
     with state.tensors() as tensors:
@@ -246,7 +224,7 @@ def course(
     world = world_of(world, spread)
     state = make_state(world, config)
     state.micro_batch_samples = micro
-    figures, loads, sent = [], [], SentBytes()
+    figures, loads, sent = [], [], CollectiveBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
             result = result_of(state, world, config, step, samples)
@@ -258,7 +236,7 @@ def course(
     return {
         "figures": figures,
         "loads": loads,
-        "sent": dict(sent.bytes),
+        "sent": sent.bytes,
         "own_bytes": own_bytes,
         "tensors": whole_tensors(state, world),
     }

@@ -144,14 +144,6 @@ def test_what_is_cut_is_held_once_and_a_matrix_of_muon_has_one_mean_square(found
 
 # ---- bytes ----
 
-COLLECTIVES = {
-    "all-reduce": {"allreduce": 1},
-    "reduce-scatter": {"reduce_scatter": 1, "reduce": 1},
-    "all-gather": {"allgather": 1, "broadcast": 0.5},
-    "all-to-all": {"alltoall": 1},
-}
-"""What each is made of, in two processes: where ranges differ in length, a reduce to each owner and a broadcast from
-each, of which one of the two is this process's."""
 FIGURES = len(SCALARS) + 2 * layouts.CHANNELS + 2 * layouts.SAMPLES + 2 * 2  # two per rank
 
 
@@ -171,14 +163,15 @@ def by_formula(case, size, *sizes):
 
 
 def buffers_of(case):
-    """The values of the flat buffers by spread, with their padding."""
+    """The values of the flat buffers by spread, with their padding, and those of the range of rank 0."""
     model = layouts.run_config(tied_embeddings=case.get("tied", False), **case.get("model", {})).model
     table, shards = layout_table(model), 2 if case.get("zero") else 1
     held = held_table(table, [one.holder for one in table], Mesh(MeshSizes(tensor=case.get("tensor", 1))))
-    found = {"cut": 0, "copied": 0}
+    found, own = Counter(), Counter()
     for bucket in plan_buffers(held, shards, int(0.002e6) // 8, partial(cut_of, case["optimizer"])).buckets:
         found[bucket.spread] += bucket.span.stop - bucket.span.start
-    return found
+        own[bucket.spread] += bucket.borders[1] - bucket.borders[0]
+    return found, own
 
 
 @pytest.mark.parametrize(
@@ -189,20 +182,18 @@ def buffers_of(case):
     ],
 )
 def test_bytes_sent_are_those_of_the_formula(found, name):
-    case, sent = CASES[2][name], found(2)[name]["sent"]
+    case = CASES[2][name]
     expected: Counter[str] = Counter()
-    for one in by_formula(case, 2, FIGURES, buffers_of(case)):
+    for one in by_formula(case, 2, FIGURES, *buffers_of(case)):
         expected[one.collective] += one.given
-    counted = {kind: sum(share * sent.get(each, 0) for each, share in COLLECTIVES[kind].items()) for kind in expected}
-    assert counted == expected
+    assert found(2)[name]["sent"] == expected
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "ulysses"), (2, "gather"), (4, "ulysses, one kv head")])
 def test_bytes_sent_for_attention_are_those_of_the_formula(found, size, name):
-    kinds = {"all-to-all": "alltoall", "all-gather": "allgather", "reduce-scatter": "reduce_scatter"}
     transfers = [one for one in by_formula(CASES[size][name], size) if one.what != "gradients"]
-    sent = {kind: amount for kind, amount in found(size)[name]["sent"].items() if kind != "allreduce"}
-    assert sent == {kinds[one.collective]: one.given for one in transfers}
+    sent = {kind: amount for kind, amount in found(size)[name]["sent"].items() if kind != "all-reduce"}
+    assert sent == {one.collective: one.given for one in transfers}
 
 
 @pytest.mark.parametrize(
@@ -213,13 +204,13 @@ def test_bytes_sent_for_attention_are_those_of_the_formula(found, size, name):
     ],
 )
 def test_matrices_of_muon_and_tokens_of_experts_are_sent_all_to_all_by_the_formula(found, size, name):
-    counted = [of_rank["alltoall"] for of_rank in found(size)[name]["sent_by_rank"]]
+    counted = [of_rank["all-to-all"] for of_rank in found(size)[name]["sent_by_rank"]]
     transfers = [one for one in by_formula(CASES[size][name], size) if one.collective == "all-to-all"]
     assert sum(counted) / len(counted) == sum(one.given for one in transfers)
 
 
 def test_stages_send_activations_over_each_border_once_a_pass(found):
     of_a_micro_batch = layouts.SEQ_LEN * layouts.MODEL.hidden_size * 8
-    for kind in ("send", "recv"):
-        assert found(2)["1f1b, uneven passes"]["sent"][kind] == layouts.SAMPLES * of_a_micro_batch
-        assert found(2)["interleaved"]["sent"][kind] == 3 * layouts.SAMPLES * of_a_micro_batch  # of three borders
+    for name, borders in (("1f1b, uneven passes", 1), ("interleaved", 3)):
+        sent = [of_rank["send"] for of_rank in found(2)[name]["sent_by_rank"]]
+        assert sent == [borders * layouts.SAMPLES * of_a_micro_batch] * 2, "values one way, their gradients the other"
