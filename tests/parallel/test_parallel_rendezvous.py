@@ -49,10 +49,6 @@ def ends(store, facts_by_rank, seconds=60.0, size=3, again=(), late=()):
     return found
 
 
-def test_processes_that_are_alike_go_on():
-    assert ends(dist.HashStore(), dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
-
-
 def test_one_with_another_setting_and_other_code_is_named_to_all_with_what_differs():
     other = {**FACTS, "train.seed": 2, "code of zero2all": "0123"}
     found = ends(dist.HashStore(), {0: FACTS, 1: FACTS, 2: other})
@@ -64,11 +60,13 @@ def test_one_with_another_setting_and_other_code_is_named_to_all_with_what_diffe
         assert "rank 1" not in text
 
 
-def test_one_that_does_not_come_is_named_to_all_within_the_configured_seconds():
+def test_one_that_does_not_come_is_named_to_all_within_the_configured_seconds_and_long_before(monkeypatch, capfd):
+    monkeypatch.setattr("zero2all.parallel.rendezvous.NOTICE_SECONDS", 1.0)
     found = ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
     for rank in (0, 2):
         assert isinstance(found[rank], PeerFailureError)
         assert "did not join within parallel.join_seconds (2 s): 1." in str(found[rank])
+    assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
 
 
 def test_one_that_was_started_with_another_number_of_processes_stops_itself():
@@ -91,12 +89,6 @@ def test_one_that_comes_when_the_run_has_begun_ends_alone():
     found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), late=[1])
     assert [found[rank] for rank in range(3)] == [None] * 3
     assert str(found[1.5]).startswith("Rank 1 came twice: from ")
-
-
-def test_who_is_missing_is_said_long_before_the_end_of_the_wait(monkeypatch, capfd):
-    monkeypatch.setattr("zero2all.parallel.rendezvous.NOTICE_SECONDS", 1.0)
-    ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
-    assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(
     assert (listing.status.last_step, listing.last_loss) == (1000, 2.5)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000])
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000], ids=range(5))
 def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage):
     (tmp_path / "bad/metrics").mkdir(parents=True)
     (tmp_path / "bad/metrics/train-1.jsonl").write_bytes(damage)
