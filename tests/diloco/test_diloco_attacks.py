@@ -20,7 +20,8 @@ import pytest
 from benchmarks.two_machines import ADDRESSES, two_machines, why_not
 from tests.diloco.group_worker import PAYLOAD_BYTES, SECRET, STATE_BYTES, do_rounds, expected, membership, payload_of
 from tests.diloco.test_diloco_coordinator import worlds  # noqa: F401, a fixture
-from tests.diloco.test_diloco_link import WORKER, Threads, free_ports, settings_of, wait_until
+from tests.diloco.test_diloco_link import WORKER, Threads, free_ports, settings_of
+from tests.waiting import wait_until
 from zero2all.common import connections
 from zero2all.common.connections import NotOfThisRunError, dial, split_address
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError

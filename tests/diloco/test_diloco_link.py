@@ -18,6 +18,7 @@ import pytest
 
 from tests.diloco.group_worker import do_rounds, expected, membership, state_bytes
 from tests.ports import free_port
+from tests.waiting import wait_until
 from zero2all.common.errors import AbsentGroupsError, PreemptedError, UsageError
 from zero2all.config import ConfigError, config_from_values
 from zero2all.diloco import coordinator, joining
@@ -229,13 +230,6 @@ def test_both_sides_of_a_partition_go_on_and_one_adopts_when_it_heals():
     # That with fewer contributions; which one it is depends on how fast each was alone.
     assert sum(any("adopted" in row for row in logs[group]) for group in range(2)) == 1
     assert logs[0][-1]["set"] == [0, 1]
-
-
-def wait_until(is_so, seconds=120):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
 
 
 def test_a_finished_group_gives_its_state_to_one_that_is_behind():

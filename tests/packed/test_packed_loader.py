@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import wait_until
 from zero2all.packed import loader as loader_module
 from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import BlockLookup, Loader, LoaderOptions, rank_rows, read_batch
@@ -191,9 +192,7 @@ def test_reading_ahead_is_bounded_and_ends_with_close_and_without_steps_left_the
     loader = Loader(data, STEP, 0, steps=10**9, options=LoaderOptions(prefetch_steps=3))
     batches = iter(loader)
     next(batches)
-    deadline = time.monotonic() + 120
-    while len(read) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(read) >= 4)
     time.sleep(0.05)  # a fifth read would come at once
     assert read == [0, STEP, 2 * STEP, 3 * STEP]
     assert loaders_alive() == before + 1

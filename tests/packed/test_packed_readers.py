@@ -7,13 +7,13 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.common.errors import BadInputError
 from zero2all.packed import readers as readers_module
 from zero2all.packed.config import DataConfig
@@ -37,13 +37,6 @@ def data(by_hand, tmp_path_factory):
 
 def reading_processes(of: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(of).children() if "zero2all.packed.readers" in " ".join(child.cmdline())]
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def test_a_reader_that_is_killed_is_replaced_and_no_batch_is_lost_or_changed(data):

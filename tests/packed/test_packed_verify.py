@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import crc32c_of
 from zero2all.packed import verify
@@ -194,13 +195,6 @@ def splits_of(made):
     return [open_split(made.packed, name, "train") for name in ("a", "talk")]
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + LONG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.005)
-
-
 def reading_processes() -> list[psutil.Process]:
     """Those of the check; other tests have children of this process too."""
     return [child for child in psutil.Process().children() if "zero2all.packed.readers" in " ".join(child.cmdline())]
@@ -213,7 +207,7 @@ def no_problem(text: str) -> None:
 def damage_found(made, lengths=(), rank=0, ranks=1, splits=None):
     """What the check says at its end."""
     with checking_shards(splits or splits_of(made), lengths, no_problem, rank, ranks) as check:
-        wait_for(lambda: check.finished or check.damage is not None)
+        wait_until(lambda: check.finished or check.damage is not None)
         return check.damage
 
 
@@ -242,9 +236,9 @@ def test_much_data_is_checked_in_a_process_of_low_priority_that_ends_with_the_bl
     monkeypatch.setattr(verify, "IN_THREAD_BYTES", 0)
     flip(made.packed / "talk/train/tokens-00002.bin")
     with checking_shards(splits_of(made), [], no_problem) as check:
-        wait_for(lambda: reading_processes() != [])
+        wait_until(lambda: reading_processes() != [])
         (process,) = reading_processes()
-        wait_for(lambda: check.damage is not None)
+        wait_until(lambda: check.damage is not None)
         assert process.nice() == 19 or os.nice(0) == 19
     assert "talk/train/tokens-00002.bin" in check.damage
     assert not process.is_running()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -306,14 +307,21 @@ def result_of(state: TrainState, world: World, config: RunConfig, step: int, sam
 
 
 def main() -> None:
-    """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`, or of `pairs` where it names a folder)."""
+    """RANK SIZE STORE OUT CASES (JSON: arguments of `course`, of `pairs` with a folder, or a random case, by name)."""
+    from tests.parallel.test_parallel_fuzz import outcome
+
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
+    # Every case makes groups, and DTensor keeps their names, so none is destroyed before the end.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     world = World(rank, size, control=dist.group.WORLD)
     found = {}
     for name, arguments in json.loads(cases).items():
-        found[name] = (pairs if "folder" in arguments else course)(world, **arguments)
+        print(f"{name}: {arguments}", flush=True)  # the group may be broken by it
+        kind = pairs if "folder" in arguments else outcome if "values" in arguments else course
+        found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
         if "sent" in found[name]:
             found[name]["sent_by_rank"] = world.gather(found[name]["sent"])

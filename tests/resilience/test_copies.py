@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile import COUNTS, conversations, play
+from tests.waiting import wait_until
 from zero2all.common.fault import flip_byte
 from zero2all.resilience import copies as module
 from zero2all.resilience import slots
@@ -57,10 +58,7 @@ class Machines:
                 slot.data[:] = bytes([step, rank, 0]) * PAGE
                 slot.finish(step, {"save": f"of {step}", "rank": rank, "ranks": [2 * node, 2 * node + 1]})
                 slot.close()
-        deadline = time.monotonic() + 20
-        while copied and not all(step in self.copied(node) for node in range(3)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: not copied or all(step in self.copied(node) for node in range(3)))
 
     def own(self, node: int) -> list[int]:
         return sorted(step for step, _ in whole_saves(self.folders[node], [2 * node, 2 * node + 1]))
@@ -128,10 +126,7 @@ def test_what_the_run_gave_up_is_fetched_from_nobody(machines):
 
 def test_a_step_that_one_machine_lacks_is_not_used(machines):
     machines.save(10, machines=(0, 1), copied=False)  # machine 2 was killed before: it has 6 and 8
-    deadline = time.monotonic() + 20
-    while machines.copied(1) != [8, 10]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: machines.copied(1) == [8, 10])
     machines.replace(1)
     machines.begin()
     assert machines.own(1) == [8]

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.hostile import COUNTS, conversations, play
+from tests.waiting import wait_until
 from zero2all.common.connections import dial, listen
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
@@ -94,10 +95,7 @@ def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
         with dial(door.getsockname(), SECRET, "coordinator", HELLO) as second:
             assert first.next_order(lambda: False, lambda _order: None)["do"] == "start"
             second.send({"attempt": 1, "leaves": True, "code": 0})  # no step
-            deadline = time.monotonic() + 30
-            while first.wish(has_stepped=False) != "end":
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: first.wish(has_stepped=False) == "end")
         first.close()
 
 

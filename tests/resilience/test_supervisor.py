@@ -12,12 +12,12 @@ import sys
 import termios
 import textwrap
 import threading
-import time
 
 import psutil
 import pytest
 
 from tests.processes import Screen
+from tests.waiting import wait_until
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience import heartbeat
@@ -331,13 +331,6 @@ def is_there(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ---- the terminal ----

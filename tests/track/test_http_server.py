@@ -25,6 +25,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.track import http_server
 from zero2all.track.access import Gate, listen
@@ -119,13 +120,6 @@ def is_closed(connection: socket.socket) -> bool:
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(1) == b""
     return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
 
 
 def test_half_a_head_ends_however_slowly_it_grows_and_a_long_answer_does_not(small, capfd):

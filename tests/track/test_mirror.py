@@ -13,6 +13,7 @@ import pytest
 
 from tests.processes import LONG_SECONDS
 from tests.track.sshd import Sshd, start_sshd
+from tests.waiting import wait_until
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
@@ -53,13 +54,6 @@ def mirror_of(sshd: Sshd, tmp_path: Path) -> Iterator[Callable[..., Mirror]]:
     yield start
     for mirror in started:
         mirror.stop()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = LONG_SECONDS, why: Callable[[], object] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s: {why()}"
-        time.sleep(0.01)
 
 
 def synced(mirror: Mirror) -> Mirror:
@@ -115,7 +109,7 @@ def test_metrics_config_and_anneal_of_every_run_are_copied_nothing_else_and_then
     assert mirror.problems == {"files that do not belong to a run": 1}, "deeper/train-1.jsonl"
     connection = mirror._connection
     before = connection.received_bytes
-    wait_for(lambda: connection.received_bytes >= before + 38)  # one answer "same"
+    wait_until(lambda: connection.received_bytes >= before + 38)  # one answer "same"
     assert connection.received_bytes - before < 200
 
 
@@ -150,7 +144,7 @@ def test_new_rows_and_runs_other_files_and_deletions_arrive_over_one_connection(
 
         for step in range(1, 4):
             run.log({"loss": 1.0}, step=step, tokens=0)
-            wait_for(lambda step=step: b'"step":%d,' % step in here("live"), why=lambda: mirror.state)
+            wait_until(lambda step=step: b'"step":%d,' % step in here("live"), why=lambda: mirror.state)
     put(far / "new" / "metrics" / "train-1.jsonl", rows(20))
     (far / "old" / "metrics" / "train-1.jsonl").unlink()
     for name, data in fresh.items():
@@ -160,10 +154,10 @@ def test_new_rows_and_runs_other_files_and_deletions_arrive_over_one_connection(
         else:
             put(tmp_path / "fresh", data)
             (tmp_path / "fresh").replace(path)
-        wait_for(lambda name=name, data=data: here(name) == data, why=lambda: mirror.state)
+        wait_until(lambda name=name, data=data: here(name) == data, why=lambda: mirror.state)
         append(path, b"more\n")
-    wait_for(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
-    wait_for(lambda: not (mirror.folder / "old").exists(), why=lambda: mirror.state)  # its folder goes after its file
+    wait_until(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
+    wait_until(lambda: not (mirror.folder / "old").exists(), why=lambda: mirror.state)  # its folder goes after its file
     assert mirror.connections == 1
 
 
@@ -175,7 +169,7 @@ def test_an_anneal_that_begins_moves_the_end_of_the_run_here_too(mirror_of, tmp_
     here = mirror.folder / "a"
     assert total_steps(here) == 5000
     write_json(run / "anneal.json", {"from_step": 10, "steps": 40, "shape": "linear", "to_share": 0.0})
-    wait_for(lambda: total_steps(here) == 50, why=lambda: mirror.state)
+    wait_until(lambda: total_steps(here) == 50, why=lambda: mirror.state)
 
 
 # ---- broken connections ----
@@ -186,10 +180,10 @@ def test_a_connection_cut_in_the_middle_of_a_file_goes_on_where_it_was(mirror_of
     put(path, os.urandom(6_000_000))
     mirror = mirror_of(tmp_path / "far", bytes_per_second=1_000_000)  # seconds for the whole file
     here = mirror.folder / "a" / "metrics" / "train-1.jsonl"
-    wait_for(lambda: here.exists() and here.stat().st_size > 300_000, why=lambda: mirror.state)
+    wait_until(lambda: here.exists() and here.stat().st_size > 300_000, why=lambda: mirror.state)
     sshd.cut_connections()
     came_so_far = here.stat().st_size
-    wait_for(lambda: any(state.startswith("broken: ") for state in mirror.states), why=lambda: mirror.state)
+    wait_until(lambda: any(state.startswith("broken: ") for state in mirror.states), why=lambda: mirror.state)
     assert 300_000 < came_so_far < 6_000_000
     append(path, b"written while nobody listened\n")
     synced(mirror)
@@ -204,7 +198,7 @@ def test_a_network_that_falls_silent_is_noticed_and_left(mirror_of, sshd, tmp_pa
     mirror = synced(mirror_of(tmp_path / "far"))
     monkeypatch.setattr("zero2all.track.ssh.ANSWER_SECONDS", 1.0)
     sshd.freeze_connections()
-    wait_for(lambda: "broken: no answer from far-box within 1 s" in mirror.states, why=lambda: mirror.state)
+    wait_until(lambda: "broken: no answer from far-box within 1 s" in mirror.states, why=lambda: mirror.state)
     monkeypatch.undo()
     assert content(synced(mirror).folder) == content(tmp_path / "far")
 
@@ -219,10 +213,10 @@ def test_many_cuts_while_a_run_is_writing_leave_identical_bytes(mirror_of, sshd,
         append(path, rows(200, 150) * (part + 1) + b'{"half a li')
         before = len(mirror.states)
         sshd.cut_connections()
-        wait_for(lambda before=before: any(state != "live" for state in mirror.states[before:]))
+        wait_until(lambda before=before: any(state != "live" for state in mirror.states[before:]))
         append(path, b'ne": 1}\n')
     synced(mirror)
-    wait_for(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
+    wait_until(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
 
 
 def test_a_second_start_continues_from_what_the_first_copied(mirror_of, tmp_path):
@@ -244,13 +238,13 @@ def test_two_viewers_of_one_address_do_not_write_into_the_same_copy(mirror_of, t
 
 def test_why_it_cannot_connect_is_said_and_stop_does_not_wait(mirror_of, sshd, tmp_path):
     absent = mirror_of(tmp_path / "absent")
-    wait_for(lambda: "has no folder" in absent.state, why=lambda: absent.state)
+    wait_until(lambda: "has no folder" in absent.state, why=lambda: absent.state)
     rarely = {"retry_seconds": (600.0, 600.0)}
     refused = Mirror(f"ssh://nobody-at-all@{sshd.alias}/x", tmp_path / "refused", sshd.command, **rarely)
     unreachable = Mirror("ssh://no-such-host.invalid/x", tmp_path / "unreachable", sshd.command, **rarely)
     for mirror, reason in ((refused, "Permission denied"), (unreachable, "no-such-host")):
         with mirror:
-            wait_for(lambda m=mirror: m.state != "connecting", why=lambda m=mirror: m.state)
+            wait_until(lambda m=mirror: m.state != "connecting", why=lambda m=mirror: m.state)
             assert mirror.state.startswith("broken: ")
             assert reason in mirror.state
             began = time.monotonic()

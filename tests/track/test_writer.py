@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.track import MetricsWriter
 from zero2all.track.writer import END_KIND, REPORT_KIND, SEGMENT_KIND
 
@@ -30,13 +31,6 @@ def rows_of(path: Path) -> list[dict]:
     rows = all_rows_of(path)
     assert rows[0]["kind"] == SEGMENT_KIND
     return [row for row in rows if row.get("kind") not in (SEGMENT_KIND, END_KIND)]
-
-
-def wait_until(condition, timeout_seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def run_python(code: str, *arguments: object) -> subprocess.Popen[str]:

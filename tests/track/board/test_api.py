@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.track import MetricsWriter
 from zero2all.track.api import make_app, stream_changes
@@ -59,9 +60,7 @@ def test_the_list_names_every_run_with_its_state_and_step_and_is_there_before_an
     assert client.get("/api/runs", params={"q": "OTH"}).json()["total"] == 1
     library = RunLibrary([Root("runs", runs)], tmp_path)
     with TestClient(make_app(library), base_url=LOCAL):
-        deadline = time.monotonic() + 60
-        while not library.rows("", 9)[1] and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: library.rows("", 9)[1])
         assert library.rows("", 9)[1] == 4
 
 
