@@ -206,6 +206,7 @@ def course(
     samples: int = SAMPLES,
     dtype: str = "float64",
     qk_norm: bool = False,
+    with_tensors: bool = True,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -239,7 +240,7 @@ def course(
         "loads": loads,
         "sent": sent.bytes,
         "own_bytes": own_bytes,
-        "tensors": whole_tensors(state, world),
+        "tensors": whole_tensors(state, world) if with_tensors else {},
     }
 
 

@@ -86,7 +86,7 @@ def check(start, tmp_path):
         shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(per_machine), "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": str(free_port()), "Z2A_FAULTS": str(tmp_path / "plan.json")}
         job = {"wrong": wrong, "excludes": excludes, "isolate": isolate}
-        job["pair_seconds"] = 4.0 if faults else 300.0  # one that dies in the exchange is waited for so long
+        job["pair_seconds"] = 3.0 if faults else 300.0  # one that dies in the exchange is waited for so long
         started = [
             start(json.dumps({**job, "variables": {**shared, "RANK": str(rank)}}), code=PROCESS) for rank in range(3)
         ]
