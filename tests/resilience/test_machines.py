@@ -167,18 +167,9 @@ def machines(tmp_path):
         process.wait()
 
 
-def test_a_rank_that_fails_ends_the_attempt_on_both_machines_and_one_page_names_it(machines):
-    machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
-    first, second = machines.start(0, least=2), machines.start(1, least=2)
-    machines.until(lambda: machines.step() > 25)
-    assert machines.ended_well(first, second)
-    assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
-    (page,) = machines.pages()
-    assert page.startswith(f"Machine 1 ({socket.gethostname()}): Rank 1 ended in phase step after step 19: killed by")
-    assert page in first.said()
-
-
-def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is_not_shown(machines):
+def test_a_rank_that_fails_ends_the_attempt_on_both_machines_and_strangers_and_5000_idle_connections_harm_nobody(
+    machines,
+):
     machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
     first, stranger = machines.start(0, least=2), machines.start(1, least=2, secret="not the secret of this run")
     assert codes(stranger) == [2]
@@ -200,7 +191,11 @@ def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert machines.ended_well(first, second)
     assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
+    (page,) = machines.pages()
+    assert page.startswith(f"Machine 1 ({socket.gethostname()}): Rank 1 ended in phase step after step 19: killed by")
+    assert page in first.said()
     assert 0 < first.said().count("z2a: coordinator: a connection from 127.0.0.1 was refused") < 5
+    # Its secret is not shown anywhere.
     said = [path.read_text() for path in machines.folder.rglob("*") if path.is_file() and path.suffix != ".secret"]
     assert len(said) > 5
     assert not any(secret in text for text in said)
