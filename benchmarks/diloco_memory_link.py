@@ -10,7 +10,7 @@ from zero2all.common.peers import Peers
 from zero2all.diloco.link import GroupLink
 from zero2all.diloco.messages import Key
 from zero2all.diloco.outer_optimizer import OuterOptimizer
-from zero2all.diloco.ranks import Ranks
+from zero2all.diloco.ranks import RankLink
 
 
 class Hub:
@@ -27,7 +27,7 @@ class Hub:
 
     def connect(self, group: int, outer: OuterOptimizer) -> None:
         """Give the outer optimizer of a group its link."""
-        outer.connect(Ranks(Peers(), [outer.layout], cast(GroupLink, self.links[group])))
+        outer.connect(RankLink(Peers(), [outer.layout], cast(GroupLink, self.links[group])))
 
     def lose(self, group: int) -> None:
         """The group no longer takes part."""

@@ -171,7 +171,7 @@ def _connections() -> dict[str, float]:
     secret = SECRET.encode()
     with connections.listen("127.0.0.1") as listener:
         address = listener.getsockname()[:2]
-        connections.Door(listener, secret, lambda connection: connection.close(), "benchmark")
+        connections.ConnectionListener(listener, secret, lambda connection: connection.close(), "benchmark")
         found: dict[str, float] = {}
         for name in ("plain", "proof"):
             begun = time.perf_counter()

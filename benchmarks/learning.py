@@ -323,6 +323,7 @@ def ours(
     from zero2all.infer.load import load_run
     from zero2all.model.config import ModelConfig
     from zero2all.track.reader import read_run
+    from zero2all.train.guards.ledger import SkipLedger
     from zero2all.train.run import train
 
     name = "learning"
@@ -350,6 +351,8 @@ def ours(
         "flops": per_token * tokens,
         "parameters": loaded.parameters,
         "tokens_per_step": config.train.tokens_per_step,
+        "steps": config.train.steps,
+        "refused": len(SkipLedger.load(arguments.work / "runs" / name / "incidents").entries),
         "curve": [round(float(loss), 4) for loss in losses[:: max(1, len(losses) // 100)]],
         "gpu": gpu_state(),
     }

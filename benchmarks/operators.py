@@ -38,7 +38,7 @@ from zero2all.ops import linear_cross_entropy
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.cross_entropy import eager_cross_entropy
 from zero2all.ops.implementation import Implementation, OpContext
-from zero2all.ops.optimizer import AdamW, Flat, eager_adamw
+from zero2all.ops.optimizer import AdamWConstants, Flat, eager_adamw
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.ops.split_master import join
 from zero2all.parallel.device import pick_device
@@ -230,7 +230,7 @@ def _optimizer(
     """Work, seconds of forward and of backward (0), error of the change of the weights."""
     whole = parameter_counts(config.model)["total"]
     parameters = whole if device.type == "cuda" else min(whole, CPU_PARAMETERS)
-    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
+    constants = AdamWConstants(config.optim.beta1, config.optim.beta2, config.optim.eps)
     split_masters = implementation.footprint.splits_masters and dtype == torch.bfloat16
     group = random_flat(parameters, config, device, torch.float32, dtype, split_masters)
     function, updates = implementation.function, torch.ones((), device=device)
@@ -243,7 +243,7 @@ def _optimizer(
 def _optimizer_error(
     function: Function, config: RunConfig, device: torch.device, dtype: torch.dtype, split_masters: bool
 ) -> float:
-    constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
+    constants = AdamWConstants(config.optim.beta1, config.optim.beta2, config.optim.eps)
     changes = []
     for update, wide, narrow in ((function, torch.float32, dtype), (eager_adamw, torch.float64, torch.float64)):
         group = random_flat(EXACT_PARAMETERS, config, device, wide, narrow, split_masters and update is function)

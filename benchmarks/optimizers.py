@@ -34,7 +34,7 @@ from zero2all.config import load_config
 from zero2all.config.training import MuonConfig, OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.parallel.parameter_table import layout_table
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.base import Master, Optimizer
 from zero2all.train.optimizers.factory import Implementation, build_optimizer
 from zero2all.train.optimizers.muon import orthogonalising_cost
@@ -72,7 +72,7 @@ def measure(config: ModelConfig, kind: str, device: torch.device, steps: int, co
     table = {parameter.name: parameter for parameter in layout_table(config)}
     weights = {one.name: torch.randn(one.shape, device=device).mul_(0.02).to(dtype) for one in table.values()}
     gradients = {one.name: torch.randn(one.shape, device=device).to(dtype) for one in table.values()}
-    masters = {name: Master(Part.whole(weights[name]), partial(gradients.get, name)) for name in table}
+    masters = {name: Master(TensorPart.whole(weights[name]), partial(gradients.get, name)) for name in table}
     optimizer = build_optimizer(masters, optim, table, implementation)
     count = sum(parameter.numel for parameter in table.values())
     weight, gradient = _bytes(weights.values()) / count, _bytes(gradients.values()) / count
@@ -99,7 +99,7 @@ def muon_rows(config: ModelConfig, device: torch.device, steps: int) -> list[tup
     table = {parameter.name: parameter for parameter in layout_table(config)}
     weights = {one.name: torch.randn(one.shape, device=device).mul_(0.02) for one in table.values()}
     gradients = {one.name: torch.randn(one.shape, device=device) for one in table.values()}
-    masters = {name: Master(Part.whole(weights[name]), partial(gradients.get, name)) for name in table}
+    masters = {name: Master(TensorPart.whole(weights[name]), partial(gradients.get, name)) for name in table}
     cases: list[tuple[str, OptimConfig, Implementation]] = [
         ("AdamW, torch's fused kernel", OptimConfig("adamw"), "fused"),
         ("Muon, eager", OptimConfig("muon"), "fused"),

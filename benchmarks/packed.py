@@ -35,8 +35,8 @@ from zero2all.common.manifest import write_manifest
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import Loader, LoaderOptions, read_batch
-from zero2all.packed.mixture import Progress, TrainingData, open_training_data
-from zero2all.packed.order import MixtureCycle, Order, Source, permuted, rounded_weights
+from zero2all.packed.mixture import RunProgress, TrainingData, open_training_data
+from zero2all.packed.order import MixtureCycle, Order, OrderedSource, permuted, rounded_weights
 from zero2all.packed.shard_format import docs_name, mask_name, open_split, tokens_name
 from zero2all.packed.stages import Stage
 
@@ -181,7 +181,7 @@ def permutation() -> dict[str, Any]:
         "chi_square_neighbours": _chi_square(ahead, bins - 1),
     }
     assert results["each_exactly_once"], "the permutation must be a bijection"
-    sources = [Source(f"s{n}", size) for n, size in enumerate((4_000_000, 2_500_000, 900_000, 120_001, 777))]
+    sources = [OrderedSource(f"s{n}", size) for n, size in enumerate((4_000_000, 2_500_000, 900_000, 120_001, 777))]
     order = Order(sources, [(0, rounded_weights([0.5, 0.3, 0.1, 0.06, 0.04]))], seed=5)
     parts = [order.lookup(np.arange(first, min(first + block, size))) for first in range(0, size, block)]
     numbers, samples = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -255,7 +255,7 @@ def changed_weights() -> dict[str, Any]:
             (250_000, {"a": 5.0, "b": 4.0, "c": 1.0}),
         ):
             data = open_training_data(
-                packed, config, [Stage("main", 0, weights, seq_len)], Progress(at * seq_len, record)
+                packed, config, [Stage("main", 0, weights, seq_len)], RunProgress(at * seq_len, record)
             )
             numbers, indices = data.segments[0].order.lookup(np.arange(at, at + samples))
             for number, split in enumerate(data.splits):

@@ -29,7 +29,21 @@ ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))
 
 NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
 """Errors that mean a bug, or that the system words."""
-SPEAKS = {"say", "tell", "print", "t", "translate", "refuse", "warn", "message", "_note", "Finding"}
+SPEAKS = {
+    "say",
+    "tell",
+    "print",
+    "t",
+    "translate",
+    "refuse",
+    "warn",
+    "message",
+    "_note",
+    "DoctorFinding",
+    "GuardFinding",
+    "RunFinding",
+    "ShapeFinding",
+}
 WORDS_OF = {
     **{"add_verb": (2,), "add_group": (2,), "add_address": (1,)},
     **{"progress": (0, 2), "advance": (1,), "print_table": (0, 1)},

@@ -18,7 +18,15 @@ import pytest
 
 from tests.hostile import COUNTS, SEED, hostile_bytes, hostile_value
 from zero2all.common import connections
-from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial, is_of_this_user, join, listen
+from zero2all.common.connections import (
+    Connection,
+    ConnectionListener,
+    NotOfThisRunError,
+    dial,
+    is_of_this_user,
+    join,
+    listen,
+)
 from zero2all.common.errors import UsageError
 from zero2all.common.secret import VARIABLE, given_secret, make_secret, shared_secret
 
@@ -32,7 +40,7 @@ class Echo:
         listener = listen("127.0.0.1")
         self.address = listener.getsockname()[:2]
         self.hellos: list[dict] = []
-        self.door = Door(listener, SECRET, self.take, "echo")
+        self.door = ConnectionListener(listener, SECRET, self.take, "echo")
 
     def take(self, connection: Connection) -> None:
         with connection:
@@ -303,7 +311,7 @@ class TestHostileBytes:
 
     @pytest.mark.parametrize("count", COUNTS)
     def test_only_a_true_proof_and_a_json_object_pass_the_door(self, count, monkeypatch):
-        door = Door.__new__(Door)
+        door = ConnectionListener.__new__(ConnectionListener)
         door._secret, door._name = SECRET, "echo"
         monkeypatch.setattr(connections.secrets, "token_bytes", lambda length: bytes(length))
         monkeypatch.setattr(connections, "address_of", lambda _connected: "here")

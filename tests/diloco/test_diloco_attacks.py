@@ -27,7 +27,7 @@ from zero2all.common.connections import NotOfThisRunError, dial, split_address
 from zero2all.common.errors import PeerFailureError, PreemptedError, UsageError
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.link import CONTROL, GroupLink
-from zero2all.diloco.messages import Key, Member, Payload, Record, Request, Status, parse, read, write
+from zero2all.diloco.messages import GroupEra, Key, Payload, Record, StateRequest, Status, parse, read, write
 from zero2all.diloco.transport import CHUNK_BYTES, HEADER, MARK, MESSAGE, PAYLOAD, STATE, Channel, Greeting, _crc
 
 SEED = 20261118
@@ -351,11 +351,11 @@ def test_no_frames_make_another_error_than_those_that_end_a_connection(cases):
 def test_no_greeting_or_status_that_passes_the_check_stops_who_reads_it(cases, worlds):  # noqa: F811
     chance, own = random.Random(SEED), worlds(SEED, 3).lives[0].coordinator
     own._alike, own.is_running = {1, 2}, True
-    key, member = Key(1, 0), Member(1, 5)
-    record = Record(key, own.history.chain, (Member(0, own.era), member))
+    key, member = Key(1, 0), GroupEra(1, 5)
+    record = Record(key, own.history.chain, (GroupEra(0, own.era), member))
     status = Status(
         own.history._replace(chain="a"), 5, (record,), 1, 1, True, False, (member,), key,
-        (Payload(key, member),), (Payload(Key(2, 0), member),), False, Request(3, Member(0, own.era)), (),
+        (Payload(key, member),), (Payload(Key(2, 0), member),), False, StateRequest(3, GroupEra(0, own.era)), (),
     )  # fmt: skip
     offer = {"id": 7, "history": ["a", 1, [0, 0]], "recent": [asdict(record)], "term": 1, "coordinator": 1}
     good_status = {**json.loads(write(status)), "offers": [offer]}

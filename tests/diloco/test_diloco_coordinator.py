@@ -13,9 +13,9 @@ import pytest
 
 from zero2all.diloco import coordinator
 from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.coordinator import Coordinator
-from zero2all.diloco.messages import History, Key, Member, Payload, Record, Request
-from zero2all.diloco.transport import PAYLOAD, STATE, Item
+from zero2all.diloco.coordinator import RoundCoordinator
+from zero2all.diloco.messages import GroupEra, History, Key, Payload, Record, StateRequest
+from zero2all.diloco.transport import PAYLOAD, STATE, PayloadId
 
 WAIT_SECONDS = 1.0
 STALL_SECONDS = 90.0
@@ -80,7 +80,7 @@ class Life:
         self.number, self.state, history = saved
         self.group, self.is_alive, self.rows, self.saved, self.has_look = group, True, [], saved, False
         config = DilocoConfig(WORLD.addresses, group, wait_seconds=WAIT_SECONDS)
-        self.coordinator = Coordinator(config, {}, history)
+        self.coordinator = RoundCoordinator(config, {}, history)
         self.control, groups = self.coordinator.control, range(len(WORLD.addresses))
         others = [other for other in groups if other != group]
         self.data = {other: Channel("", None, lambda _: None, partial(self.take, other)) for other in others}
@@ -110,7 +110,7 @@ class Life:
             yield WORLD.chance.choice([0.02, 0.02, 0.02, 0.3]) if WORLD.chance.random() > 0.01 else 4.0
             key = Key(self.number, 0)
             word = "bad" if WORLD.chance.random() < 0.03 else f"  {self.group}"
-            item = Item(PAYLOAD, key, Member(self.group, own.era))
+            item = PayloadId(PAYLOAD, key, GroupEra(self.group, own.era))
             payload = f"{word} {self.number:6}".encode()
             for channel in self.data.values():
                 channel.forget(key.number - 2)
@@ -127,7 +127,7 @@ class Life:
                 self.number += 1
                 for request, group in own.requests.items():
                     mine = self.number.to_bytes(4, "big") + self.state
-                    self.data[group].send(Item(STATE, Key(request, 0), Member(self.group, 0)), mine)
+                    self.data[group].send(PayloadId(STATE, Key(request, 0), GroupEra(self.group, 0)), mine)
                 own.requests.clear()
                 self.rows.append((key.number, sorted(found), self.state))
                 if WORLD.chance.random() < 0.2:
@@ -242,13 +242,13 @@ class World:
 @pytest.fixture
 def worlds(monkeypatch):
     """Makes worlds in which the link runs."""
-    decide = Coordinator._decide
+    decide = RoundCoordinator._decide
 
     def checked(one, record):
         WORLD.check(one, record)
         decide(one, record)
 
-    monkeypatch.setattr(Coordinator, "_decide", checked)
+    monkeypatch.setattr(RoundCoordinator, "_decide", checked)
     monkeypatch.setattr(coordinator, "Channel", Channel)
     monkeypatch.setattr(coordinator, "time", SimpleNamespace(monotonic=lambda: WORLD.now))
 
@@ -317,12 +317,12 @@ def test_no_order_of_kills_and_delays_makes_a_fork_or_a_stall(worlds, groups, pl
 
 
 def test_a_state_is_given_as_it_is_after_the_round_in_which_it_was_asked_for():
-    own = Coordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
+    own = RoundCoordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
     own.is_running = True
-    member, keys = Member(0, own.era), [Key(1, 0), Key(3, 0)]
+    member, keys = GroupEra(0, own.era), [Key(1, 0), Key(3, 0)]
     for key in keys:  # both are decided before training collects the first
         if key == keys[1]:
-            own.statuses[1] = replace(own.status(), era=7, request=Request(5, member))
+            own.statuses[1] = replace(own.status(), era=7, request=StateRequest(5, member))
         own.payload_came(Payload(key, member), b"", True)
         own.training_came_to(key)
         own.act()
@@ -335,22 +335,22 @@ def test_a_state_is_given_as_it_is_after_the_round_in_which_it_was_asked_for():
 
 
 def test_a_record_that_cannot_be_the_next_decision_is_not_followed():
-    coordinator = Coordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
-    sound = {"before": "", "key": Key(0, 0), "members": (Member(0, 0), Member(1, 0))}
+    coordinator = RoundCoordinator(DilocoConfig(["a:1", "b:1"], 0), {}, History())
+    sound = {"before": "", "key": Key(0, 0), "members": (GroupEra(0, 0), GroupEra(1, 0))}
     assert coordinator._may_follow(Record(**sound))
     for odd in (
         {"key": Key(2**32 - 1, 0)},  # no later round would ever count
         {"key": Key(-1, -1)},
         {"before": "another chain"},
-        {"members": (Member(1, 0), Member(1, 0))},
-        {"members": (Member(2, 0),)},
+        {"members": (GroupEra(1, 0), GroupEra(1, 0))},
+        {"members": (GroupEra(2, 0),)},
     ):
         assert not coordinator._may_follow(Record(**{**sound, **odd})), odd
 
 
 def test_a_state_counts_only_from_the_group_that_was_asked():
-    coordinator = Coordinator(DilocoConfig(["a:1", "b:1", "c:1"], 0), {}, History())
-    coordinator._request = Request(7, Member(1, 0))
+    coordinator = RoundCoordinator(DilocoConfig(["a:1", "b:1", "c:1"], 0), {}, History())
+    coordinator._request = StateRequest(7, GroupEra(1, 0))
     coordinator.state_came(2, 7, b"of a group that was not asked", "")
     coordinator.state_came(1, 8, b"that was not asked for", "")
     assert coordinator._states == {}

@@ -25,8 +25,8 @@ from zero2all.diloco import coordinator, joining
 from zero2all.diloco import link as diloco_link
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.link import GroupLink, link_facts, own_group
-from zero2all.diloco.messages import Key, Member
-from zero2all.diloco.transport import CHUNK_BYTES, PAYLOAD, STATE, Channel, Item
+from zero2all.diloco.messages import GroupEra, Key
+from zero2all.diloco.transport import CHUNK_BYTES, PAYLOAD, STATE, Channel, PayloadId
 
 WORKER = Path(__file__).with_name("group_worker.py")
 
@@ -123,11 +123,11 @@ def test_of_several_states_only_the_newest_is_held():
     """A group that asks again and again, or sends states that nobody asked for, must not fill the memory of another."""
     expected = SimpleNamespace(size_fault=lambda _item, _total: "")
     channel = Channel("group 1", None, lambda _: None, expected=expected)
-    payload = Item(PAYLOAD, Key(3, 0), Member(0, 0))
+    payload = PayloadId(PAYLOAD, Key(3, 0), GroupEra(0, 0))
     channel.send(payload, b"p")
     for request in range(5):
-        channel.send(Item(STATE, Key(request, 0), Member(0, 0)), bytes(10))
-        channel._take_chunk(Item(STATE, Key(request, 0), Member(1, 0)), 0, 10 * CHUNK_BYTES, b"")
+        channel.send(PayloadId(STATE, Key(request, 0), GroupEra(0, 0)), bytes(10))
+        channel._take_chunk(PayloadId(STATE, Key(request, 0), GroupEra(1, 0)), 0, 10 * CHUNK_BYTES, b"")
     assert [(item.kind, item.key.number) for item in channel._unacknowledged] == [(PAYLOAD, 3), (STATE, 4)]
     assert [item.key.number for item in channel._arriving] == [4]
 

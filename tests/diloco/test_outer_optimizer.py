@@ -29,7 +29,7 @@ from zero2all.diloco.fragments import Clock, names_by_fragment
 from zero2all.diloco.link import GroupLink, Membership
 from zero2all.diloco.messages import Key
 from zero2all.diloco.outer_optimizer import OuterOptimizer
-from zero2all.diloco.ranks import Layout, Ranks, expected_of
+from zero2all.diloco.ranks import Layout, RankLink, expected_of
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
@@ -253,7 +253,7 @@ def test_what_is_not_finite_is_left_out_by_every_group_and_harms_none(scheme):
         state.group, state.outer = group, OuterOptimizer(config, state.model_tensors, state.weights, SHAPE["layers"])
         layouts = [state.outer.layout]
         link = GroupLink(Membership(config, "run", {}, b"the secret of this test", expected_of(layouts)))
-        state.outer.connect(Ranks(Peers(), layouts, link))
+        state.outer.connect(RankLink(Peers(), layouts, link))
         for step in range(1, 19):
             train(state)
             if group == 1 and step == bad_step:
@@ -491,7 +491,7 @@ def run(monkeypatch):
 
         def one(rank):
             try:
-                found[rank] = work(Ranks(Thread(rank, shared), LAYOUTS, None if rank else link), rank)
+                found[rank] = work(RankLink(Thread(rank, shared), LAYOUTS, None if rank else link), rank)
             except Exception as error:
                 found[rank] = error
 

@@ -25,7 +25,7 @@ from zero2all.estimate.model_calculators import (
     zero_bytes,
 )
 from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
-from zero2all.estimate.run_calculators import LAWS, Speed, cost
+from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost
 from zero2all.model.config import MoeConfig, parameter_counts
 
 
@@ -162,7 +162,7 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
 
 
 def test_cost_is_time_and_price_and_goodput():
-    whole, kept = (Speed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
+    whole, kept = (RunSpeed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
     model, devices, tokens = KNOWN_MODELS["gpt-3"], Devices(1024), 300_000_000_000
     spent = cost(model, kept, devices, tokens, price=2.0)
     assert spent["time"] == pytest.approx(cost(model, whole, devices, tokens)["time"] / 0.9)
@@ -173,8 +173,8 @@ def test_cost_is_time_and_price_and_goodput():
     ("ask", "fields"),
     [
         (lambda: mfu(KNOWN_MODELS["tinyllama"]), ["--tokens-per-second", "--gpu"]),
-        (lambda: cost(KNOWN_MODELS["gpt-3"], Speed(mfu=0.4, tflops=100.0)), ["--tokens", "--mfu"]),
-        (lambda: cost(counted_by_total(10**9), Speed(mfu=0.4, convention="palm"), tokens=10), ["--convention"]),
+        (lambda: cost(KNOWN_MODELS["gpt-3"], RunSpeed(mfu=0.4, tflops=100.0)), ["--tokens", "--mfu"]),
+        (lambda: cost(counted_by_total(10**9), RunSpeed(mfu=0.4, convention="palm"), tokens=10), ["--convention"]),
     ],
 )
 def test_everything_that_is_wrong_is_said_at_once(ask, fields):
@@ -210,6 +210,6 @@ def test_memory_bound_products_name_the_bandwidth_and_rates_above_the_peak_are_r
     assert next(term.formula for term in small.terms if term.name == "least time") == "at 2.039 TB/s"
     model = counted_by_total(7_000_000_000)
     with pytest.raises(ImpossibleError, match="at most the peak of a GPU, 989"):
-        cost(model, Speed(tflops=4000), Devices(8, GPUS["h100"]), 10**12)
+        cost(model, RunSpeed(tflops=4000), Devices(8, GPUS["h100"]), 10**12)
     with pytest.raises(ImpossibleError, match="at most 23,548 tokens/s"):
         mfu(model, 30_000, Devices(gpu=GPUS["h100"]))

@@ -11,8 +11,8 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.estimate.machine import (
     CLUSTERS,
     AttentionTime,
-    Curve,
     Matmul,
+    TimeCurve,
     link_seconds,
     named_cluster,
     read_machine,
@@ -64,7 +64,7 @@ def test_attention_follows_the_nearest_measurement():
 
 
 def test_a_curve_meets_its_points_and_keeps_the_last_rate():
-    curve = Curve(((1e6, 1e-5), (1e8, 1e-3)))
+    curve = TimeCurve(((1e6, 1e-5), (1e8, 1e-3)))
     assert curve.seconds(1e6) == 1e-5
     assert curve.seconds(1e7) == pytest.approx(1e-4)
     assert curve.seconds(1e9) == pytest.approx(1e-2)
@@ -91,7 +91,7 @@ def test_a_profile_is_read_back_as_it_was_written(name: str, tmp_path: Path):
     one = dataclasses.replace(
         named_cluster(name),
         matmuls=(Matmul(1, 2, 3, "wgrad", "float8", 1e-5, 0.01),),
-        operators={"rms_norm": Curve(((1e6, 1e-5), (1e8, 1e-4)))},
+        operators={"rms_norm": TimeCurve(((1e6, 1e-5), (1e8, 1e-4)))},
     )
     write_machine(tmp_path / "profile.json", one)
     assert read_machine(tmp_path / "profile.json") == one
@@ -105,7 +105,7 @@ def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path):
 
 
 def test_an_operator_below_its_smallest_measurement_takes_its_rate_down_to_the_shortest_kernel():
-    curves = {"rms_norm": Curve(((1e8, 3e-5), (4e8, 12e-5)))}
+    curves = {"rms_norm": TimeCurve(((1e8, 3e-5), (4e8, 12e-5)))}
     machine = dataclasses.replace(named_cluster("h200"), operators=curves, launch_seconds=2e-6)
     assert machine.operator_seconds("rms_norm", 5e7) == pytest.approx(1.5e-5)
     assert machine.operator_seconds("rms_norm", 1e5) == pytest.approx(2e-6)

@@ -15,7 +15,7 @@ from zero2all.estimate.flops import conventions, packed_length
 from zero2all.estimate.gpus import GPUS
 from zero2all.estimate.model_calculators import RECIPES, Devices, variants, zero_bytes
 from zero2all.estimate.parameters import KNOWN_MODELS, Counted, Latent, counted_by_total, counted_gpt, llama
-from zero2all.estimate.run_calculators import LAWS, Speed, cost, rule_of_thumb
+from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost, rule_of_thumb
 
 TOLERANCE = 0.01
 GB, GIB, HOUR, DAY = 1e9, 2.0**30, 3600.0, 86400.0
@@ -107,17 +107,17 @@ def training_time() -> Found:
     """Section: training time and cost."""
     gpt3 = KNOWN_MODELS["gpt-3"]
     rounded, tokens = counted_by_total(174_600_000_000), 300_000_000_000
-    yield Case("GPT-3, 6 N D", "3.143e23", cost(rounded, Speed(tflops=1, convention="6N"), tokens=tokens)["FLOPs"])
-    found = cost(rounded, Speed(tflops=140, convention="8N"), Devices(1024), tokens)
+    yield Case("GPT-3, 6 N D", "3.143e23", cost(rounded, RunSpeed(tflops=1, convention="6N"), tokens=tokens)["FLOPs"])
+    found = cost(rounded, RunSpeed(tflops=140, convention="8N"), Devices(1024), tokens)
     yield Case("GPT-3, 1024 A100 at 140 TF, d", "33.8", found["time"] / DAY)
     yield Case("GPT-3, GPU-h", "831429", found["GPU-hours"])
-    paid = cost(rounded, Speed(tflops=140, convention="8N", goodput=0.9), Devices(1024), tokens, price=2)
+    paid = cost(rounded, RunSpeed(tflops=140, convention="8N", goodput=0.9), Devices(1024), tokens, price=2)
     yield Case("GPT-3, M USD at 2 an hour, goodput 0.9", "1.848", paid["cost"] / 1e6)
-    found = cost(counted_by_total(1008 * 10**9), Speed(tflops=163, convention="8N"), Devices(3072), 450 * 10**9)
+    found = cost(counted_by_total(1008 * 10**9), RunSpeed(tflops=163, convention="8N"), Devices(3072), 450 * 10**9)
     yield Case("1T, d", "83.9", found["time"] / DAY)
     rates = [(384, 153), (768, 149), (1536, 141)]
     found = [
-        cost(gpt3, Speed(tflops=rate, convention="8N"), Devices(gpus), tokens)["time"] / DAY for gpus, rate in rates
+        cost(gpt3, RunSpeed(tflops=rate, convention="8N"), Devices(gpus), tokens)["time"] / DAY for gpus, rate in rates
     ]
     yield from several("175B, eq. 4, d, GPUs", [gpus for gpus, _ in rates], "82.6 42.4 22.4", found)
     yield Case("TinyLlama 3T on 16, d", "90.4", 3e12 / (16 * 24e3) / DAY)
@@ -126,7 +126,7 @@ def training_time() -> Found:
     large = KNOWN_MODELS["llama-3.1-405b"].total
     yield Case("Llama-3.1-405B, 6 N D", "3.80e25", 6 * large * 15.6e12)
     found = cost(
-        counted_by_total(70 * 10**9), Speed(mfu=0.4, convention="6N"), Devices(8960, GPUS["tpu-v5p"]), 15 * 10**12
+        counted_by_total(70 * 10**9), RunSpeed(mfu=0.4, convention="6N"), Devices(8960, GPUS["tpu-v5p"]), 15 * 10**12
     )
     yield Case("JAX scaling book, d", "44.3", found["time"] / DAY)
 

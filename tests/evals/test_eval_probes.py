@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
-from zero2all.evals.probes import Asked, ProbeResult, run_probes, summarize
+from zero2all.evals.probes import ProbeResult, ProbeResults, run_probes, summarize
 from zero2all.evals.question_files import Probe, read_probes
 from zero2all.evals.report import _probe_line
 from zero2all.infer.engine import Engine
@@ -99,7 +99,7 @@ def test_wordings_of_one_question_are_one_sample_with_their_range():
         for name, values in shares.items()
         for n, share in enumerate(values)
     ]
-    found = summarize(Asked(results, {}))
+    found = summarize(ProbeResults(results, {}))
     assert (found["questions"], found["probes"]) == (2, 4)
     assert found["share_among_foils"] == pytest.approx(0.5)
     assert found["share_range_of_wordings"] == pytest.approx(0.35)
@@ -120,13 +120,13 @@ def test_there_is_no_share_where_there_are_no_foils(trained):
     (result,) = run_probes(Engine(trained), [probe]).results
     assert 0 < result.probability <= 1
     assert result.share_among_foils is None
-    alone = summarize(Asked([result], {}))["channels"]["zh"]
+    alone = summarize(ProbeResults([result], {}))["channels"]["zh"]
     assert "share_among_foils" not in {**alone, **alone["groups"]["capital"]}
     assert "capital" in _probe_line("capital", alone)
     with_foils = dataclasses.replace(
         result, probe=dataclasses.replace(probe, id="2", foils=["巴黎"]), share_among_foils=0.5
     )
-    assert summarize(Asked([result, with_foils], {}))["share_among_foils"] == 0.5
+    assert summarize(ProbeResults([result, with_foils], {}))["share_among_foils"] == 0.5
 
 
 def test_probes_file_is_read_line_by_line(tmp_path):
@@ -202,7 +202,7 @@ def test_arithmetic_and_new_wordings_are_shown_but_not_part_of_the_mean():
         result("en", "day", True),
         result("en", "arithmetic", False),
     ]
-    summary = summarize(Asked(results, {}))
+    summary = summarize(ProbeResults(results, {}))
     assert (summary["accuracy"], summary["probes"]) == (pytest.approx(2 / 3), 3)
     assert summary["probability"] == pytest.approx(1 / 3)
     zh, en = summary["channels"]["zh"], summary["channels"]["en"]
@@ -216,7 +216,7 @@ def test_arithmetic_and_new_wordings_are_shown_but_not_part_of_the_mean():
 
 
 def test_channel_with_nothing_that_counts_has_groups_but_no_mean():
-    summary = summarize(Asked([result("zh", "arithmetic", True)], {}))
+    summary = summarize(ProbeResults([result("zh", "arithmetic", True)], {}))
     assert "accuracy" not in summary
     assert summary["channels"]["zh"]["groups"]["arithmetic"]["accuracy"] == 1.0
     assert "accuracy" not in summary["channels"]["zh"]

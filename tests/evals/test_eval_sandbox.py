@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.evals.sandbox import OUTCOMES, Limits, is_isolated, protection, run_program
+from zero2all.evals.sandbox import OUTCOMES, SandboxLimits, is_isolated, protection, run_program
 
-QUICK = Limits(seconds=0.7, memory_bytes=1 << 29)
+QUICK = SandboxLimits(seconds=0.7, memory_bytes=1 << 29)
 
 
-def run(program: str, limits: Limits | None = None, without: Collection[str] = ()) -> str:
-    return run_program(textwrap.dedent(program), limits or Limits(seconds=120), without)
+def run(program: str, limits: SandboxLimits | None = None, without: Collection[str] = ()) -> str:
+    return run_program(textwrap.dedent(program), limits or SandboxLimits(seconds=120), without)
 
 
 def allowed(attempts: Sequence[str], without: Collection[str] = ()) -> list[str]:
@@ -80,11 +80,11 @@ def test_time_is_limited():
     assert run("import time\ntime.sleep(60)", QUICK) == "out of time"
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
     assert run(stubborn, QUICK) == "out of time"
-    assert run("while True: pass", Limits(seconds=20, cpu_seconds=1)) == "out of time"
+    assert run("while True: pass", SandboxLimits(seconds=20, cpu_seconds=1)) == "out of time"
 
 
 def test_memory_is_limited():
-    limits = Limits(seconds=20, memory_bytes=1 << 28)
+    limits = SandboxLimits(seconds=20, memory_bytes=1 << 28)
     assert run("x = 'x' * (1 << 33)", limits) == "out of memory"
     assert run("x = []\nwhile True: x.append(bytearray(1 << 24))", limits) == "out of memory"
 
@@ -154,7 +154,7 @@ def test_no_descriptor_is_inherited(tmp_path):
 )
 def test_nothing_comes_back_that_the_program_could_have_read(attempt):
     of_errors = {"failed: RuntimeError", "failed: SystemExit", "failed: Exception"}
-    assert run(attempt, Limits(seconds=2)) in {"ended early", "out of time", *of_errors}
+    assert run(attempt, SandboxLimits(seconds=2)) in {"ended early", "out of time", *of_errors}
 
 
 def test_only_words_that_we_know_come_back():

@@ -9,18 +9,18 @@ import pytest
 
 from zero2all.common.language import in_chinese
 from zero2all.evals.judge import wilson
-from zero2all.evals.scores import Curve, Point, curves_of
+from zero2all.evals.scores import Point, ScoreCurve, curves_of
 from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve
 
 STEPS = [100 * number for number in range(1, 13)]
 
 
-def curve(values, name="tasks/quiz/accuracy", chance=None, half_width=None) -> Curve:
+def curve(values, name="tasks/quiz/accuracy", chance=None, half_width=None) -> ScoreCurve:
     points = [
         Point(step, float(value), None if half_width is None else (value - half_width, value + half_width))
         for step, value in zip(STEPS, values, strict=False)
     ]
-    return Curve(name, tuple(points), chance)
+    return ScoreCurve(name, tuple(points), chance)
 
 
 def wobble(seed: int, size: float, count: int = 12) -> np.ndarray:
@@ -118,7 +118,7 @@ def verdicts(abilities, items=ITEMS, seed=0):
     found = []
     for row in right:
         points = (Point(step, count / items, wilson(count, items)) for step, count in zip(STEPS, row, strict=False))
-        found.append(judge_curve(Curve("tasks/quiz/accuracy", tuple(points), 0.25)).verdict)
+        found.append(judge_curve(ScoreCurve("tasks/quiz/accuracy", tuple(points), 0.25)).verdict)
     return found
 
 
@@ -145,7 +145,7 @@ def test_flat_noise_and_random_walks_carry_no_signal_in_nine_of_ten_draws(step, 
 
 def test_uneven_steps_are_no_noise():
     points = tuple(Point(step, step / 1000) for step in (10, 20, 40, 500, 600, 900, 1000))
-    found = judge_curve(Curve("x", points))
+    found = judge_curve(ScoreCurve("x", points))
     assert found.verdict == SIGNAL
     assert found.noise < 1e-12
 

@@ -17,7 +17,7 @@ from zero2all.evals.judge import JudgeOptions
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
 from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
 from zero2all.evals.rewrites.measure import (
-    Answer,
+    ModelAnswer,
     Said,
     gap_of,
     gap_spread,
@@ -277,7 +277,7 @@ def test_examples_can_be_wrong_or_balanced():
 
 
 def answer(right):
-    return Answer((Said(0, 0, None, right),), None, None)
+    return ModelAnswer((Said(0, 0, None, right),), None, None)
 
 
 def test_the_gap_is_paired():
@@ -318,8 +318,8 @@ def rotated(rng, items, options, known, liking, golds, remembered=0.0):
         for place in ((gold + turn) % options for turn in range(options)):
             chosen = place if is_known else gold if is_remembered else rng.choices(range(options), liking)[0]
             said.append(Said(options, place, chosen, chosen == place))
-        before.append(Answer((said[0],), None, None))
-        after.append(Answer(tuple(said[1:]), all(each.correct for each in said), None))
+        before.append(ModelAnswer((said[0],), None, None))
+        after.append(ModelAnswer(tuple(said[1:]), all(each.correct for each in said), None))
     return before, after
 
 
@@ -357,7 +357,7 @@ def test_a_model_that_remembers_labels_shows_it():
 def test_who_must_write_what_could_be_guessed_before_is_not_blamed_for_it():
     rng = random.Random(0)
     guesses = [Said(4, rng.randrange(4), 0, False) for _ in range(400)]
-    before = [Answer((each._replace(correct=each.gold == 0),), None, None) for each in guesses]
+    before = [ModelAnswer((each._replace(correct=each.gold == 0),), None, None) for each in guesses]
     found = gap_of(before, [answer(False)] * 400, False)
     assert found["original"] == pytest.approx(0.25, abs=0.05)
     assert found["rewritten"] == 0.0

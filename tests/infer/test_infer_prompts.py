@@ -5,7 +5,7 @@ import json
 import pytest
 
 from zero2all.common.errors import BadInputError, RunLockedError, UsageError
-from zero2all.infer.batch import Results, finished
+from zero2all.infer.batch import BatchResults, finished
 from zero2all.infer.prompts import Prompt, read_prompts
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
@@ -101,7 +101,7 @@ def lines_of(path):
 
 def test_results_come_in_the_order_of_the_prompts_and_the_part_goes(tmp_path):
     out = tmp_path / "deep" / "o*.jsonl"
-    with Results(out, "job") as results:
+    with BatchResults(out, "job") as results:
         for index in (2, 0, 1):
             results.add({"index": index, "text": f"{index}中"})
         results.add({"index": 1, "sample": 1, "error": "too long"})
@@ -113,7 +113,7 @@ def test_results_come_in_the_order_of_the_prompts_and_the_part_goes(tmp_path):
 def test_finished_results_are_known_and_never_replaced_by_others(tmp_path):
     out = tmp_path / "o.jsonl"
     assert finished(out, "one") is None
-    with Results(out, "one") as results:
+    with BatchResults(out, "one") as results:
         results.add({"index": 0, "error": "too long"})
         results.join([(0, 0)])
     assert finished(out, "one") == 1
@@ -128,12 +128,12 @@ def test_finished_results_are_known_and_never_replaced_by_others(tmp_path):
 
 def test_what_a_killed_process_finished_is_known_and_its_half_line_is_not(tmp_path):
     out = tmp_path / "o.jsonl"
-    with Results(out, "job") as results:
+    with BatchResults(out, "job") as results:
         results.add({"index": 0})
         results.add({"index": 1})
     part = tmp_path / "o.jsonl.part"
     part.write_bytes(part.read_bytes() + b'{"index": 2, "te')
-    with Results(out, "job") as results:
+    with BatchResults(out, "job") as results:
         assert set(results.done) == {(0, 0), (1, 0)}
         results.add({"index": 2})
         results.join([(0, 0), (1, 0), (2, 0)])
@@ -141,12 +141,12 @@ def test_what_a_killed_process_finished_is_known_and_its_half_line_is_not(tmp_pa
 
 
 def test_results_of_another_job_are_not_mixed_in(tmp_path):
-    with Results(tmp_path / "o.jsonl", "one") as results:
+    with BatchResults(tmp_path / "o.jsonl", "one") as results:
         results.add({"index": 0})
     with pytest.raises(UsageError, match=r"part holds results of another job .*delete the file"):
-        Results(tmp_path / "o.jsonl", "two")
+        BatchResults(tmp_path / "o.jsonl", "two")
 
 
 def test_two_commands_cannot_write_the_same_part(tmp_path):
-    with Results(tmp_path / "o.jsonl", "job"), pytest.raises(RunLockedError, match="Another process is writing"):
-        Results(tmp_path / "o.jsonl", "job")
+    with BatchResults(tmp_path / "o.jsonl", "job"), pytest.raises(RunLockedError, match="Another process is writing"):
+        BatchResults(tmp_path / "o.jsonl", "job")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
-from zero2all.estimate.machine import Curve, named_cluster, read_machine, write_machine
+from zero2all.estimate.machine import TimeCurve, named_cluster, read_machine, write_machine
 from zero2all.measure import calibrate as module
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure.calibrate import FigureStore, calibrate, clock_factor, curve, machine_for
@@ -175,7 +175,7 @@ def test_the_power_of_products_and_attention_follows_from_steps_at_the_power_lim
 
 
 def test_what_an_offloaded_step_takes_once_is_not_extrapolated():
-    found = module._with_larger(Curve(((1.0, 0.5), (2.0, 0.7))))  # 0.3 s, and 0.2 s for each
+    found = module._with_larger(TimeCurve(((1.0, 0.5), (2.0, 0.7))))  # 0.3 s, and 0.2 s for each
     assert found.seconds(8.0) == pytest.approx(1.9)
     assert found.seconds(64.0) == pytest.approx(13.1)
 

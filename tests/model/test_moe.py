@@ -20,7 +20,7 @@ from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.parameter_table import init_weights, layout_table
 from zero2all.parallel.world import World
-from zero2all.train.guards.detector import Limits
+from zero2all.train.guards.detector import StepLimits
 from zero2all.train.hooks.reports import balance_values
 from zero2all.train.train_step import StepPlan, train_step
 
@@ -117,7 +117,7 @@ def test_balancing_spreads_the_tokens_over_the_experts_and_a_refused_step_moves_
     assert last["experts/idle"] == 0.0
 
     before = [router.bias.clone() for _, router in routers(state.model)]
-    assert not step(16, limits=Limits(loss_low=100.0)).updated
+    assert not step(16, limits=StepLimits(loss_low=100.0)).updated
     for bias, (_, router) in zip(before, routers(state.model), strict=True):
         assert torch.equal(bias, router.bias)
 

@@ -24,7 +24,7 @@ from zero2all.ops.attention import math_attention, sdpa_attention
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.implementation import OpContext
-from zero2all.ops.optimizer import AdamW, Flat
+from zero2all.ops.optimizer import AdamWConstants, Flat
 from zero2all.ops.registry import OPERATORS, resolve
 from zero2all.ops.rope import QkNorm
 
@@ -439,7 +439,7 @@ def test_losses_alone_need_no_gradient(function):
 # ---- optimizer -----------------------------------------------------------------------------------------------------
 
 LR, BETA1, BETA2, EPS, MAX_NORM = 1e-2, 0.9, 0.95, 1e-8, 4.0
-CONSTANTS = AdamW(BETA1, BETA2, EPS)
+CONSTANTS = AdamWConstants(BETA1, BETA2, EPS)
 NO, YES = torch.tensor(False), torch.tensor(True)
 LENGTHS, DECAYS = (33, 17), (0.1, 0.0)
 

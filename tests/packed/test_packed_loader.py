@@ -27,7 +27,7 @@ from zero2all.packed import readers as readers_module
 from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import BlockLookup, Loader, LoaderOptions, rank_rows, read_batch
 from zero2all.packed.mixture import open_training_data
-from zero2all.packed.order import Order, Source
+from zero2all.packed.order import Order, OrderedSource
 from zero2all.packed.stages import Stage
 
 SEQ_LEN = 32
@@ -220,7 +220,7 @@ def test_waiting_is_measured(data, monkeypatch):
 
 def test_an_error_while_reading_reaches_the_trainer(data):
     # An order that believes in more samples than there are, as after a shard was exchanged under the run.
-    beyond = Order([Source(split.name, 10**9) for split in data.splits], [(0, [1] * len(data.splits))], seed=1)
+    beyond = Order([OrderedSource(split.name, 10**9) for split in data.splits], [(0, [1] * len(data.splits))], seed=1)
     segments = [dataclasses.replace(data.segments[0], order=beyond)]
     loader = Loader(dataclasses.replace(data, segments=segments), STEP, 0, steps=10)
     with pytest.raises(IndexError, match="beyond the"):

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zero2all.packed.order import WEIGHT_UNITS, MixtureCycle, Order, Source, permutation_key, permuted, rounded_weights
+from zero2all.packed.order import (
+    WEIGHT_UNITS,
+    MixtureCycle,
+    Order,
+    OrderedSource,
+    permutation_key,
+    permuted,
+    rounded_weights,
+)
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -127,7 +135,7 @@ ORDERS = st.tuples(
 
 
 def make_order(samples, later_stages, first_units, seed):
-    sources = [Source(f"source{n}", size) for n, size in enumerate(samples)]
+    sources = [OrderedSource(f"source{n}", size) for n, size in enumerate(samples)]
 
     def usable(units):
         return units[: len(samples)] if any(units[: len(samples)]) else [1] * len(samples)
@@ -200,7 +208,7 @@ def test_each_sample_comes_once_per_epoch_and_stages_continue_where_sources_stoo
 
 
 def test_epochs_and_seeds_have_orders_of_their_own_and_a_late_one_is_still_a_permutation():
-    order, other = (Order([Source("a", 1000)], [(0, [1])], seed=seed) for seed in (1, 2))
+    order, other = (Order([OrderedSource("a", 1000)], [(0, [1])], seed=seed) for seed in (1, 2))
     first, second = np.split(order.lookup(np.arange(2000))[1], 2)
     assert first.tolist() != second.tolist()
     assert first.tolist() != other.lookup(np.arange(1000))[1].tolist()
@@ -208,7 +216,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_a_late_one_is_still_a_per
 
 
 def test_a_position_far_away_costs_no_more_than_the_first():
-    sources = [Source("web", 3 * 10**11), Source("books", 1000), Source("code", 7)]
+    sources = [OrderedSource("web", 3 * 10**11), OrderedSource("books", 1000), OrderedSource("code", 7)]
     order = Order(sources, [(0, [40000, 20000, 5536]), (10**11, [1, 1, 2])], seed=3)
     numbers, samples = order.lookup(np.arange(10**12, 10**12 + 64))  # counting up to there takes hours
     sizes = np.array([source.samples for source in sources])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import read_batch
-from zero2all.packed.mixture import Progress, open_training_data
+from zero2all.packed.mixture import RunProgress, open_training_data
 from zero2all.packed.stages import PlannedStage, Planner, Stage, epochs_read, expected_repeats, segments_of
 
 T = 8
@@ -28,7 +28,7 @@ def made(by_hand, tmp_path_factory):
 
 
 def open_at(made, stages, token=0, recorded=(), end=None, **fields):
-    return open_training_data(made.packed, DataConfig(seq_len=T, **fields), stages, Progress(token, recorded), end)
+    return open_training_data(made.packed, DataConfig(seq_len=T, **fields), stages, RunProgress(token, recorded), end)
 
 
 def read_from(data, first, samples):

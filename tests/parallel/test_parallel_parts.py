@@ -19,7 +19,7 @@ from zero2all.ops.registry import resolve
 from zero2all.parallel import shards
 from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.parameter_table import layout_table
-from zero2all.parallel.parts import Box, Part
+from zero2all.parallel.parts import Box, TensorPart
 from zero2all.parallel.shards import part_of
 from zero2all.train.optimizers.factory import cut_of
 
@@ -29,7 +29,11 @@ def test_the_boxes_of_a_range_hold_its_values_and_nothing_else(shape, data):
     whole = torch.arange(math.prod(shape)).view(shape)
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
-    part = Part.of_range(whole.reshape(-1)[start:stop], tuple(shape), start, None) if shape else Part.whole(whole)
+    part = (
+        TensorPart.of_range(whole.reshape(-1)[start:stop], tuple(shape), start, None)
+        if shape
+        else TensorPart.whole(whole)
+    )
     seen = torch.full_like(whole, -1)
     for offsets, box in part.boxes():
         at = tuple(slice(first, first + length) for first, length in zip(offsets, box.shape, strict=True))
@@ -43,7 +47,7 @@ def test_the_boxes_of_a_range_hold_its_values_and_nothing_else(shape, data):
 def test_the_index_of_a_box_is_the_place_in_the_whole_tensor():
     whole = torch.arange(4 * 6, dtype=torch.int32).view(4, 6)
     box = whole[1:4, 2:5]
-    part = Part(box.reshape(-1)[2:7].clone(), (4, 6), Box((1, 2), (3, 3)), start=2)
+    part = TensorPart(box.reshape(-1)[2:7].clone(), (4, 6), Box((1, 2), (3, 3)), start=2)
     assert part.index().tolist() == part.values.tolist()
     assert [(at, here.tolist()) for at, here in part.boxes()] == [
         ((1, 4), [[10]]),
@@ -53,7 +57,7 @@ def test_the_index_of_a_box_is_the_place_in_the_whole_tensor():
 
 
 def test_values_per_row_are_cut_at_the_same_rows():
-    part = Part.of_range(torch.zeros(2 * 3), (5, 3), 6, None)
+    part = TensorPart.of_range(torch.zeros(2 * 3), (5, 3), 6, None)
     scales = part.by_row(torch.zeros(2, 4), (4,))
     assert (scales.shape, scales.start, [at for at, _ in scales.boxes()]) == ((5, 4), 8, [(2, 0)])
 

@@ -16,7 +16,7 @@ from zero2all.estimate.machine import named_cluster, write_machine
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure import verify
 from zero2all.measure.short_run import measure_steps
-from zero2all.measure.verify import Asked, prediction_for
+from zero2all.measure.verify import PredictionTarget, prediction_for
 from zero2all.predict.batch import BatchShape, load_measured_config
 from zero2all.predict.step_prediction import check_asked, operators_for, predict
 
@@ -64,7 +64,9 @@ def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_sha
     assert main([*words, "--parallel.zero", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
-    of_batch = prediction_for(load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), Asked("h100", gpus=64))
+    of_batch = prediction_for(
+        load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), PredictionTarget("h100", gpus=64)
+    )
     assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process
 
 
@@ -106,7 +108,7 @@ def test_verify_prints_what_was_predicted_beside_what_was_measured(folder, monke
 
 
 def test_a_run_that_could_not_be_measured_says_whether_it_was_expected_to_fit():
-    found = verify.Verified(predicted(), {"status": "out of memory", "reason": "CUDA out of memory"})
+    found = verify.VerifiedPrediction(predicted(), {"status": "out of memory", "reason": "CUDA out of memory"})
     with pytest.raises(BadInputError, match=r"out of memory: CUDA out of memory \(it was expected to fit\)"):
         verify.comparison(found)
 

@@ -15,7 +15,7 @@ import pytest
 
 from zero2all.evals.question_files import Probe
 from zero2all.quickstart.pipeline import WorldSize
-from zero2all.quickstart.world import LANGUAGES, Document, documents, probes, programs
+from zero2all.quickstart.world import LANGUAGES, GeneratedText, documents, probes, programs
 from zero2all.quickstart.world.facts import VARIANTS
 from zero2all.quickstart.world.generator import SHARES
 
@@ -25,7 +25,7 @@ both_languages = pytest.mark.parametrize("name", sorted(LANGUAGES))
 
 
 @cache
-def corpus(name: str) -> tuple[Document, ...]:
+def corpus(name: str) -> tuple[GeneratedText, ...]:
     return tuple(documents(name, TEXT_BYTES, SEED))
 
 

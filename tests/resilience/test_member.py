@@ -15,7 +15,7 @@ from zero2all.common.connections import dial, listen
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
 from zero2all.resilience.config import ResilienceConfig
-from zero2all.resilience.coordinator import Coordinator
+from zero2all.resilience.coordinator import MachineCoordinator
 from zero2all.resilience.member import Member, Rules
 
 SECRET = b"a secret of sixteen bytes or more"
@@ -55,7 +55,7 @@ def test_a_port_that_accepts_and_stays_silent_is_said_to_be_silent(monkeypatch: 
 def test_one_with_another_secret_is_told_so_at_once_and_the_run_begins_without_it(capfd):
     with listen("127.0.0.1") as door:
         address = door.getsockname()
-        coordinator = Coordinator(door, rules())
+        coordinator = MachineCoordinator(door, rules())
         begun = time.monotonic()
         order = next_order(machine(address[1], 600.0, b"another secret of some length"))
         assert time.monotonic() - begun < 10
@@ -78,7 +78,7 @@ HELLO = {"run": "run", "node": 1, "host": "far", "processes": 1, "token": "t", "
 def test_a_hello_with_wrong_values_ends_that_connection_only():
     odd = [{"node": "1"}, {"node": True}, {"processes": 0}, {"processes": 1 << 40}, {"copies": [1, 2]}, {"host": None}]
     with listen("127.0.0.1") as door:
-        coordinator = Coordinator(door, rules())
+        coordinator = MachineCoordinator(door, rules())
         for wrong in odd:
             hello = {**HELLO, **wrong}
             with dial(door.getsockname(), SECRET, "coordinator", hello) as one, pytest.raises(ConnectionError):
@@ -90,7 +90,7 @@ def test_a_hello_with_wrong_values_ends_that_connection_only():
 
 def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
     with listen("127.0.0.1") as door:
-        coordinator = Coordinator(door, rules())
+        coordinator = MachineCoordinator(door, rules())
         first = Member(door.getsockname(), 0, 1, rules(), coordinator.close)
         with dial(door.getsockname(), SECRET, "coordinator", HELLO) as second:
             assert first.next_order(lambda: False, lambda _order: None)["do"] == "start"
@@ -102,7 +102,7 @@ def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
 def test_a_rank_reaches_the_store_of_the_attempt_behind_the_proof_only():
     with listen("127.0.0.1") as door:
         address = door.getsockname()
-        coordinator = Coordinator(door, rules())
+        coordinator = MachineCoordinator(door, rules())
         machines = [Member(address, 0, 1, rules(), coordinator.close), Member(address, 1, 1, rules())]
         orders = [one.next_order(lambda: False, lambda _order: None) for one in machines]
         with socket.socket(fileno=orders[0]["store"]) as store:
@@ -130,7 +130,7 @@ def test_hostile_messages_of_one_who_knows_the_secret_end_that_connection_only(c
     failure = {**report, "text": "killed", "error": "", "doubt": 0}
     good = [[hello, {"trains": 0}, report], [hello, failure, {"trains": 1}], [{"service": "store"}]]
     with listen("127.0.0.1") as door:
-        coordinator = Coordinator(door, rules())
+        coordinator = MachineCoordinator(door, rules())
         refused = 0
         for said in conversations(count, good):
             try:

@@ -12,7 +12,7 @@ import pytest
 
 from zero2all.cli.main import build_parser
 from zero2all.infer.engine import Engine
-from zero2all.infer.job import Choice
+from zero2all.infer.job import ChosenToken
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.text import Piece, TextRequest, stream
 from zero2all.serve.answers import CompletionAnswer
@@ -210,7 +210,7 @@ def test_offsets_count_characters_that_broken_bytes_become(loaded: LoadedModel):
     tokens = [loaded.tokenizer.ids_of_bytes(piece)[0] for piece in spelled]
     answer = CompletionAnswer(Call("tiny", [TextRequest("x", logprobs=0)], 1), "tiny", loaded.tokenizer)
     text = b"".join(spelled).decode("utf-8", "replace")
-    piece = Piece(text, tuple(tokens), tuple(Choice(token, 0.0) for token in tokens))
+    piece = Piece(text, tuple(tokens), tuple(ChosenToken(token, 0.0) for token in tokens))
     found = answer.choice(0, piece)["logprobs"]["text_offset"]
     assert text == "a\ufffdb中\ufffd\ufffdc\ufffdd"
     assert found == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 7, 7, 8]

@@ -16,7 +16,7 @@ from zero2all.infer.engine import EngineSettings
 from zero2all.serve.model import ServedModel
 from zero2all.serve.server import ModelServer, ServeOptions
 from zero2all.track import http_server
-from zero2all.track.http_server import Limits
+from zero2all.track.http_server import ServerLimits
 
 from .conftest import Served, held, serving
 from .test_serve_refusals import COMPLETIONS, ask
@@ -70,7 +70,7 @@ def test_a_body_that_does_not_come_is_408_and_one_that_is_too_large_is_413_befor
 def test_a_stream_that_nobody_reads_is_cancelled(loaded):
     many = {**LONG, "stream": True, "n": 8, "logprobs": 20}
     raw = json.dumps(many).encode()
-    options = ServeOptions(port=0, grace_seconds=0, limits=Limits(stalled_seconds=0.5))
+    options = ServeOptions(port=0, grace_seconds=0, limits=ServerLimits(stalled_seconds=0.5))
     with serving(loaded, options) as served, socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(f"{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         served.wait_until(lambda: served.model.stats()["running"] > 0)

@@ -29,7 +29,7 @@ from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.track import http_server
 from zero2all.track.access import Gate, listen
-from zero2all.track.http_server import BoundedServer, Limits, body_of
+from zero2all.track.http_server import BoundedServer, ServerLimits, body_of
 
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: localh"
 LATE = b"GET /late HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -40,7 +40,7 @@ WAIT = 60  # for a hang
 class Small:
     """A small application behind the server, in a thread."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.goes_on, self.streams_ended = threading.Event(), 0
         paths: dict[str, Any] = {
             "/health": self.health,
@@ -102,7 +102,7 @@ def small() -> Iterator[Callable[..., Small]]:
     started: list[Small] = []
 
     def start(**limits: Any) -> Small:
-        started.append(Small(Limits(**limits)))
+        started.append(Small(ServerLimits(**limits)))
         assert started[-1].ask() == 200
         return started[-1]
 
@@ -209,10 +209,10 @@ def test_a_board_with_few_file_descriptors_answers_while_many_half_heads_are_ope
 NO_DESCRIPTORS = """
 import os, resource, socket, threading, time
 from starlette.applications import Starlette
-from zero2all.track.http_server import BoundedServer, Limits
+from zero2all.track.http_server import BoundedServer, ServerLimits
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 listening = socket.create_server(("127.0.0.1", 0))
-server = BoundedServer(Starlette(), Limits(), 1)
+server = BoundedServer(Starlette(), ServerLimits(), 1)
 threading.Thread(target=server.run, args=([listening],)).start()
 while not server.started: time.sleep(0.01)
 taken, client = [], socket.socket()

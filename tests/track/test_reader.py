@@ -19,7 +19,7 @@ import pytest
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.track import MetricsWriter, rows
-from zero2all.track.columns import Block, MetricNames
+from zero2all.track.columns import MetricNames, ParsedRows
 from zero2all.track.reader import RunReader, read_run
 
 
@@ -451,7 +451,7 @@ print(len(RunReader(Path(sys.argv[1])).series("loss")))
 # ---- the lines of a file ----
 
 
-def parsed(lines: list[bytes]) -> Block:
+def parsed(lines: list[bytes]) -> ParsedRows:
     return rows.parse(b"".join(line + b"\n" for line in lines), MetricNames())
 
 

@@ -46,7 +46,7 @@ class GivesUp:
     them. The run around it is what is tested."""
 
     def __init__(self, model) -> None:
-        self.model, self.passes, self.problem = model, 0, ""
+        self.model, self.passes, self.problem, self.needs_room = model, 0, "", False
 
     def __call__(self, ids, shares):
         self.passes += 1
@@ -129,6 +129,19 @@ class TestWhatAutoTakes:
         plain, _ = trained(config, {"attention": "auto"}, "off")
         replayed, _ = trained(config, {"attention": "auto"}, "on")
         assert [each.loss for each in replayed] == pytest.approx([each.loss for each in plain], rel=1e-3)
+
+    def test_where_the_device_is_the_limit_a_graph_is_taken_if_memory_is_plentiful(self, config, monkeypatch):
+        settings = gpu_config(config, cuda_graph="auto")
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card nobody knows")
+        for taken, is_captured in ((1, True), (2**50, False)):
+            state = gpu_state(settings)
+            passes = choose_cuda_graph(settings, state.model, pick_device("cuda"), 1, 4, ROWS)
+            monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _, taken=taken: taken)
+            ids = gpu_batch().tokens[:4]
+            for _ in range(EAGER_PASSES + 1):
+                passes(ids, torch.full((4, ids.shape[1] - 1), 1e-3, device=ids.device))
+            assert passes.needs_room
+            assert (passes.is_captured, passes.problem) == (is_captured, "")
 
     def test_so_can_float32_whose_gradients_autograd_adds_up(self, config):
         plain, without = trained(config, {}, "off", precision="float32")

@@ -22,7 +22,7 @@ from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
 from zero2all.train import trainer
 from zero2all.train.build import op_context
-from zero2all.train.guards.detector import Limits
+from zero2all.train.guards.detector import StepLimits
 from zero2all.train.hooks.update_ratios import UpdateRatios
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.run import train
@@ -104,7 +104,7 @@ def test_the_host_never_waits_in_a_step(config, kind, precision):
     with any_wait_is_an_error():
         ratios = UpdateRatios(state, World(device=pick_device("cuda")), log=None)
         ratios.before_step(batch, StepPlan(0.01))
-        pending = step(state, settings, StepPlan(0.01, Limits(loss=100.0, grad_norm=1e9), weights), batch)
+        pending = step(state, settings, StepPlan(0.01, StepLimits(loss=100.0, grad_norm=1e9), weights), batch)
         assert ratios.ratios()
     result = pending.result()
     assert np.isfinite(result.loss)
@@ -136,7 +136,7 @@ def test_a_refused_step_leaves_every_bit_as_it_was(config, kind):
     step(state, settings).result()
     before = copies(state)
     forward = {name: value.detach().clone() for name, value in state.model.named_parameters()}
-    assert not step(state, settings, StepPlan(0.01, Limits(loss=0.0))).result().updated
+    assert not step(state, settings, StepPlan(0.01, StepLimits(loss=0.0))).result().updated
     assert all(torch.equal(value, before[name]) for name, value in copies(state).items())
     assert all(torch.equal(value, forward[name]) for name, value in state.model.named_parameters())
 

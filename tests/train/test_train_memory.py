@@ -335,10 +335,10 @@ def test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named(ranks, l
 def test_what_one_machine_of_several_has_is_not_taken_for_the_whole():
     """With ZeRO over machines a tensor may lie on another one alone: it is known by name, and not loaded from here."""
     about = {"boxes": [["model/a", "F32", [2], [0], [2], 0]], "elsewhere": [["model/b", "F32", [3]]]}
-    found = slots.Found(Path("a-00000"), 4, 8, about)
+    found = slots.WholeSlot(Path("a-00000"), 4, 8, about)
     assert not _is_whole([found])
     assert {name: entry.shape for name, entry in _index([found])[0].items()} == {"model/a": (2,), "model/b": (3,)}
-    assert _is_whole([slots.Found(found.path, 4, 8, {**about, "elsewhere": []})])
+    assert _is_whole([slots.WholeSlot(found.path, 4, 8, {**about, "elsewhere": []})])
 
 
 def test_what_lies_in_memory_in_another_form_is_saved_again_at_once_and_memory_that_is_full_ends_nothing(tmp_path):

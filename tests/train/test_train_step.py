@@ -15,7 +15,7 @@ from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch
 from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
-from zero2all.train.guards.detector import Limits
+from zero2all.train.guards.detector import StepLimits
 from zero2all.train.state import DTYPES, new_state
 from zero2all.train.step_stats import StepResult, StepStats
 from zero2all.train.step_timer import PARTS, StepTimer
@@ -213,7 +213,9 @@ def test_a_step_that_is_not_finite_leaves_weights_and_moments_bit_unchanged(conf
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(loss=1.0), Limits(grad_norm=1e-3), Limits(loss_low=100.0)], ids=["loss", "gradient", "drop"]
+    "limits",
+    [StepLimits(loss=1.0), StepLimits(grad_norm=1e-3), StepLimits(loss_low=100.0)],
+    ids=["loss", "gradient", "drop"],
 )
 def test_a_step_beyond_its_limits_is_refused_and_leaves_no_trace(config, limits):
     settings = config(model={"vocab_size": VOCAB_SIZE}, train={"tokens_per_step": 256})
@@ -224,7 +226,7 @@ def test_a_step_beyond_its_limits_is_refused_and_leaves_no_trace(config, limits)
     assert_same_bits(copies(state), before)
     assert not state.weights.gradients.any()
     other.step, other.tokens = 1, 256
-    assert train_step(state, make_batch(1), settings, StepPlan(0.01, Limits())).updated
+    assert train_step(state, make_batch(1), settings, StepPlan(0.01, StepLimits())).updated
     train_step(other, make_batch(1), settings)
     assert_same_bits(copies(state), copies(other))
 
@@ -239,7 +241,7 @@ def test_a_loss_and_a_norm_that_only_few_rows_raise_are_not_refused(config):
         train_step(state, batch, settings)
     usual = train_step(state, batch, settings)
     assert usual.core_loss == pytest.approx(usual.loss)
-    limits = Limits(loss=2 * usual.loss, core_loss=2 * usual.loss)
+    limits = StepLimits(loss=2 * usual.loss, core_loss=2 * usual.loss)
     batch.tokens[:2] = rare
     few = train_step(state, batch, settings, StepPlan(0.0, limits))
     assert few.updated

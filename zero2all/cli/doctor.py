@@ -17,7 +17,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import tell
 
 if TYPE_CHECKING:
-    from zero2all.measure.doctor.finding import Finding
+    from zero2all.measure.doctor.finding import DoctorFinding
     from zero2all.measure.doctor.network import Measured
 
 SECRET_FILE = "z2a-doctor.secret"
@@ -131,7 +131,7 @@ def _check_ranks(arguments: argparse.Namespace) -> int:
     return UnhealthyError.exit_code if bad else 0
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[DoctorFinding]) -> None:
     from zero2all.cli.terminal import print_fitted
 
     area = ""

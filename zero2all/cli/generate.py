@@ -144,13 +144,13 @@ def _as_json(service: Service, prompts: list[Prompt]) -> int:
 
 def _to_file(arguments: argparse.Namespace, service: Service, prompts: list[Prompt]) -> int:
     """The results in a file; what was finished before is not done again."""
-    from zero2all.infer.batch import Results, finished, tasks_of
+    from zero2all.infer.batch import BatchResults, finished, tasks_of
 
     tasks, job = tasks_of(prompts), _job(service.loaded, prompts, arguments)
     if (refused_before := finished(arguments.out, job)) is not None:
         say(f"{arguments.out} is already finished, so nothing was done. Delete it to generate it again.")
         return _exit_code(refused_before, len(tasks))
-    with Results(arguments.out, job) as results:
+    with BatchResults(arguments.out, job) as results:
         left = [task for task in tasks if task.key not in results.done]
         if len(left) < len(tasks):
             say(f"{counted(len(tasks) - len(left), 'text')} of {len(tasks):,} are already finished")

@@ -14,7 +14,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.progress import say, tell
 
 if TYPE_CHECKING:
-    from zero2all.parallel.job_files import Job
+    from zero2all.parallel.job_files import ClusterJob
 
 share(
     """
@@ -50,13 +50,13 @@ def _train_words(arguments: argparse.Namespace, python: str) -> tuple[str, int, 
     return config.train.name, config.resilience.restarts, [python, "-m", "zero2all", *words]
 
 
-def _job(arguments: argparse.Namespace, python: str) -> tuple[Job, int]:
+def _job(arguments: argparse.Namespace, python: str) -> tuple[ClusterJob, int]:
     """The run as a job of a cluster, and how often it may be started again."""
-    from zero2all.parallel.job_files import Job, job_name
+    from zero2all.parallel.job_files import ClusterJob, job_name
 
     run, restarts, command = _train_words(arguments, python)
     sizes = (arguments.nodes, arguments.gpus_per_node, arguments.save_seconds)
-    return Job(job_name(run), command, *sizes), restarts
+    return ClusterJob(job_name(run), command, *sizes), restarts
 
 
 @verb("""

@@ -25,7 +25,7 @@ from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
     from zero2all.common.schema import Problem
-    from zero2all.estimate.answer import Answer
+    from zero2all.estimate.answer import CalculatorAnswer
     from zero2all.estimate.parameters import Counted
 
 
@@ -212,7 +212,7 @@ def _calculate(arguments: argparse.Namespace) -> None:
             show(answer)
 
 
-def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[str, Answer]:
+def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[str, CalculatorAnswer]:
     """What a verb answers, part by part."""
     from zero2all.estimate import model_calculators as of_model
     from zero2all.estimate import run_calculators as of_run
@@ -232,7 +232,7 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
         }
     devices = of_model.Devices(**some("gpus", "gpu", "peak_tflops"))
     if name == "cost":
-        speed = of_run.Speed(**some("mfu", "tflops", "tokens_per_second", "convention", "goodput"))
+        speed = of_run.RunSpeed(**some("mfu", "tflops", "tokens_per_second", "convention", "goodput"))
         return {name: of_run.cost(model, speed, devices, **values)}
     step = some("step_seconds", "tokens_per_step")
     if len(step) == 2:
@@ -371,7 +371,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     )
 
 
-def show(answer: Answer) -> None:
+def show(answer: CalculatorAnswer) -> None:
     """Print an answer."""
     from zero2all.cli.table import print_table
 

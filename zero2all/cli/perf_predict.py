@@ -125,13 +125,13 @@ def _predict(arguments: argparse.Namespace) -> None:
         _verify(arguments)
         return
     from zero2all.cli.table import print_table
-    from zero2all.measure.verify import Asked, prediction_for
+    from zero2all.measure.verify import PredictionTarget, prediction_for
     from zero2all.predict.batch import load_measured_config, parse_batch
     from zero2all.predict.models import precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)
-    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus, arguments.price)
+    asked = PredictionTarget(arguments.cluster, arguments.profile, arguments.gpus, arguments.price)
     found = prediction_for(config, batch, asked)
     if write_json_result(arguments.json, found.as_json()):
         return
@@ -208,12 +208,12 @@ def _prediction_notes(found: Prediction) -> list[str]:
 
 def _verify(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.measure.verify import Asked, ShortRun, comparison, machine_line, verify
+    from zero2all.measure.verify import PredictionTarget, ShortRun, comparison, machine_line, verify
     from zero2all.predict.batch import load_measured_config, own_batch, parse_batch
 
     config, _ = load_measured_config(arguments.config, arguments.overrides)
     batch = own_batch(config) if arguments.batch is None else parse_batch(arguments.batch)
-    asked = Asked(arguments.cluster, arguments.profile, arguments.gpus)
+    asked = PredictionTarget(arguments.cluster, arguments.profile, arguments.gpus)
     run = ShortRun(batch, arguments.seconds, arguments.timeout)
     found = verify(arguments.config, arguments.overrides, run, asked)
     rows = comparison(found)

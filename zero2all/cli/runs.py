@@ -32,7 +32,7 @@ SHARED["ANY_RUNS"] = [f"runs* RUN  {RUN_HELP}", WORK_FLAG]
 
 
 @dataclass(frozen=True)
-class OpenRun:
+class LocalRun:
     """A run that can be read on this machine, as long as it is open."""
 
     folder: Path
@@ -65,7 +65,7 @@ def fill_in_run(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False) -> Iterator[OpenRun]:
+def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False) -> Iterator[LocalRun]:
     """Find the run; one on another machine is copied and kept up to date. `take_newest` chooses among several."""
     from zero2all.track.ssh import is_address
 
@@ -75,14 +75,14 @@ def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False
 
         with Mirror(word, user_cache("mirror")) as mirror:
             _wait_until_copied(mirror)
-            yield OpenRun(
+            yield LocalRun(
                 _one_run(mirror.folder, word, take_newest), True, lambda: f"{mirror.address.host}: {mirror.state}"
             )
         return
     folder = Path(word)
     if not (folder / "metrics").is_dir():
         folder = workspace_of(arguments).existing_run(word)
-    yield OpenRun(folder, False, str)
+    yield LocalRun(folder, False, str)
 
 
 def _wait_until_copied(mirror: Mirror) -> None:

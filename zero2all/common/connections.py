@@ -157,8 +157,8 @@ def listen(host: str, ports: Iterable[int] = (0,)) -> socket.socket:
 def dial(
     address: tuple[str, int], secret: bytes, door: str, hello: Message, seconds: float = PROOF_SECONDS
 ) -> Connection:
-    """Connect, prove, greet. `door`: the name of the `Door` that is meant. NotOfThisRunError: the other side has
-    another secret, or is another door. OSError: nobody answers."""
+    """Connect, prove, greet. `door`: the name of the `ConnectionListener` that is meant. NotOfThisRunError: the other
+    side has another secret, or is another listener. OSError: nobody answers."""
     deadline = time.monotonic() + seconds
     connected = socket.create_connection(address, seconds)
     try:
@@ -183,7 +183,7 @@ def dial(
         raise
 
 
-class Door:
+class ConnectionListener:
     """Accepts connections at a listening socket, in threads, until it is closed."""
 
     def __init__(self, listener: socket.socket, secret: bytes, take: Callable[[Connection], None], name: str) -> None:

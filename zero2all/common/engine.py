@@ -69,7 +69,7 @@ class EngineConfig:
         return found
 
 
-class Engine(Protocol):
+class TaskEngine(Protocol):
     """Runs a function over tasks."""
 
     workers: int
@@ -81,7 +81,7 @@ class Engine(Protocol):
 class Shown:
     """An engine whose finished tasks move a bar; for steps that do not count bytes."""
 
-    def __init__(self, engine: Engine, bar: Bar) -> None:
+    def __init__(self, engine: TaskEngine, bar: Bar) -> None:
         self.workers = engine.workers
         self._engine, self._bar = engine, bar
 
@@ -92,7 +92,7 @@ class Shown:
             yield number, result
 
 
-def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> AbstractContextManager[Engine]:
+def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> AbstractContextManager[TaskEngine]:
     """The engine of `config`; processes start with the first tasks, from a fork server that imported `preloaded`."""
     problems = config.problems()
     if problems:
@@ -106,7 +106,7 @@ def open_engine(config: EngineConfig, preloaded: Sequence[str] = ()) -> Abstract
 # ---- inside a worker ------------------------------------------------------------------------------------------
 
 
-class StoppedError(Exception):
+class TaskStoppedError(Exception):
     """The build ends; a worker in the middle of a task need not finish it."""
 
 
@@ -271,7 +271,7 @@ def _work(tasks: connection.Connection, board: Any, slot: int) -> None:
     def report(amount: int) -> None:
         board[slot] += amount
         if board[0]:
-            raise StoppedError("the build was stopped")
+            raise TaskStoppedError("the build was stopped")
 
     _advance = report
     with contextlib.suppress(EOFError, OSError):

@@ -179,7 +179,7 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.text import Text
 
-    class Speed(ProgressColumn):
+    class SpeedColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
             speed = task.finished_speed or task.speed
             return Text("" if speed is None else f"{human_count(speed)} {unit}/s", style="cyan")
@@ -188,7 +188,7 @@ def _rich_bar(label: str, total: float | None, unit: str, done: float) -> Iterat
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}"),
         TextColumn("{task.percentage:>3.0f}%"),
-        Speed(),
+        SpeedColumn(),
         TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     ]
     if console.width >= WIDE_COLUMNS:

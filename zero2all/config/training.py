@@ -60,7 +60,7 @@ class TrainConfig:
     of recompute ignore it."""
     cuda_graph: Literal["auto", "on", "off"] = "auto"
     """Capture a pass as a CUDA graph and replay it, so that the host need not queue its kernels one by one. auto: where
-    the host would take longer than the device (small micro-batches)."""
+    the host would take longer than the device (small micro-batches), or where memory is plentiful."""
     seed: Annotated[int, Range(minimum=0, maximum=2e9)] = 1234
     """Seed of the initial weights and of dropout."""
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common import jsonio
-from zero2all.common.engine import Engine, EngineConfig, Shown, open_engine
+from zero2all.common.engine import EngineConfig, Shown, TaskEngine, open_engine
 from zero2all.common.errors import DiskError, UsageError, is_disk_full
 from zero2all.common.files import link_or_copy, read_json, require_free_space, sweep_partials, write_atomic, write_json
 from zero2all.common.lock import folder_lock
@@ -223,7 +223,7 @@ class _Build:
                 write_json(plan.folder / CHANNELS_NAME, channels[plan.name])
         self._settle(channels)
 
-    def _ingest(self, engine: Engine, plans: list[SourcePlan]) -> dict[str, list[Segment]]:
+    def _ingest(self, engine: TaskEngine, plans: list[SourcePlan]) -> dict[str, list[Segment]]:
         tasks = cut_sources(plans, self.options, engine)
         units: list[list[Segment] | None] = [segments_of_unit(task.folder) for task in tasks]
         todo = [number for number, unit in enumerate(units) if unit is None]
@@ -241,7 +241,7 @@ class _Build:
 
     def _finish(
         self,
-        engine: Engine,
+        engine: TaskEngine,
         segments: dict[str, list[Segment]],
         read: dict[str, list[Segment]],
         duplicates: Duplicates | None,

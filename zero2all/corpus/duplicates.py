@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zero2all.common import jsonio
-from zero2all.common.engine import Engine
+from zero2all.common.engine import TaskEngine
 from zero2all.common.files import atomic_file, read_json, write_json
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
 from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, DedupResult, drop_path, find_duplicates
@@ -88,7 +88,7 @@ def read_duplicates(folder: Path) -> Duplicates | None:
 
 
 def search_duplicates(
-    folder: Path, sources: Sequence[SourceSegments], config: DedupConfig, valid_share: float, engine: Engine
+    folder: Path, sources: Sequence[SourceSegments], config: DedupConfig, valid_share: float, engine: TaskEngine
 ) -> Duplicates:
     """Search the records of all sources; goes on where an interrupted search stopped."""
     owners = [source.name for source in sources for _ in source.segments]

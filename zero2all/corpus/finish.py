@@ -38,7 +38,7 @@ EXAMPLES = 3
 READ_BYTES = 1 << 20
 
 
-class RowRange(NamedTuple):
+class SegmentRows(NamedTuple):
     """Consecutive rows of one segment."""
 
     folder: Path
@@ -51,7 +51,7 @@ class RowRange(NamedTuple):
 
 
 @dataclass
-class ShardTask:
+class RecordShardTask:
     """Everything a worker needs to write one shard. It ends before it would grow past `shard_bytes`."""
 
     path: Path
@@ -61,12 +61,12 @@ class ShardTask:
     split: Split
     template: str
     """Makes the text of a plain text shard."""
-    ranges: list[RowRange] = field(default_factory=list)
+    ranges: list[SegmentRows] = field(default_factory=list)
     records: int = 0
     line_bytes: int = 0
 
 
-def finish_shard(task: ShardTask) -> dict[str, Any]:
+def finish_shard(task: RecordShardTask) -> dict[str, Any]:
     """Write one shard, unless an earlier attempt did; returns what its manifest says of it."""
     if task.path.is_file():
         advance(task.line_bytes)
@@ -78,7 +78,7 @@ def finish_shard(task: ShardTask) -> dict[str, Any]:
     return {"bytes": task.path.stat().st_size, "crc32c": crc32c_of(task.path)}
 
 
-def _lines_of(task: ShardTask) -> Iterator[list[bytes]]:
+def _lines_of(task: RecordShardTask) -> Iterator[list[bytes]]:
     """The numbered lines of a shard, some at a time."""
     for row_range in task.ranges:
         rows = _Rows(row_range)
@@ -111,7 +111,7 @@ def find_record(corpus: Path, numbers: Mapping[str, int], gid: int) -> tuple[str
 class _Rows:
     """The kept records of a segment, or a range of them."""
 
-    def __init__(self, row_range: RowRange) -> None:
+    def __init__(self, row_range: SegmentRows) -> None:
         self.folder, drops, first_ordinal, start, end = row_range
         folder = self.folder
         index = np.array(read_index(folder)[start:end])
@@ -195,8 +195,8 @@ class SourceFinish:
         kept = (rows.keys[rows.keep] for rows in map(self._rows, range(len(self.segments))))
         return choose_split(self.options.valid_share, kept)
 
-    def _plan(self) -> list[ShardTask]:
-        shards: dict[str, list[ShardTask]] = {name: [] for name in SPLITS}
+    def _plan(self) -> list[RecordShardTask]:
+        shards: dict[str, list[RecordShardTask]] = {name: [] for name in SPLITS}
         for number in range(len(self.segments)):
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
@@ -207,7 +207,7 @@ class SourceFinish:
         return [task for planned in shards.values() for task in planned]
 
     def _add_to_shards(
-        self, shards: list[ShardTask], split: str, number: int, rows: np.ndarray, sums: np.ndarray
+        self, shards: list[RecordShardTask], split: str, number: int, rows: np.ndarray, sums: np.ndarray
     ) -> None:
         """Append some rows of a segment to the shards of a split; `sums` are the running sums of their lengths."""
         at = before = 0
@@ -217,7 +217,7 @@ class SourceFinish:
             if end <= at and (not shards or shards[-1].records):
                 path = self.work / split / shard_name(len(shards), self.options.format)
                 task = (path, self.options.format, self.source.number, split == "valid", self._split, self.template)
-                shards.append(ShardTask(*task))
+                shards.append(RecordShardTask(*task))
                 continue
             end = max(end, at + 1)  # a record above the size of a shard has one to itself
             shard = shards[-1]
@@ -227,7 +227,7 @@ class SourceFinish:
             before = int(sums[end - 1])
             at = end
 
-    def take(self, task: ShardTask, facts: dict[str, Any]) -> bool:
+    def take(self, task: RecordShardTask, facts: dict[str, Any]) -> bool:
         """Note a shard that is written; True when it was the last."""
         self.facts[task.path.relative_to(self.work).as_posix()] = facts
         return len(self.facts) == len(self.tasks)
@@ -265,10 +265,10 @@ class SourceFinish:
     def _rows(self, number: int) -> _Rows:
         return _Rows(self._all_rows(number))
 
-    def _all_rows(self, number: int) -> RowRange:
+    def _all_rows(self, number: int) -> SegmentRows:
         """All rows of a segment."""
         drops = self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
-        return RowRange(self.segments[number].folder, drops, self._first_ordinals[number])
+        return SegmentRows(self.segments[number].folder, drops, self._first_ordinals[number])
 
     def _write_samples(self) -> dict[str, list[str]]:
         """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""

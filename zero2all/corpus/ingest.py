@@ -25,9 +25,9 @@ from zero2all.corpus.readers import (
     NOT_READ,
     Damaged,
     Format,
-    Limits,
-    Origin,
+    ItemOrigin,
     RawRow,
+    ReaderLimits,
     Unit,
     damaged_at,
     plan_units,
@@ -58,7 +58,7 @@ class IngestTask:
     given_mapping: Mapping[str, str]
     known_mappings: Mapping[str, Mapping[str, str]]
     """File name -> mapping of its rows, where it was guessed when the source was looked into."""
-    limits: Limits
+    limits: ReaderLimits
     cleans: Mapping[str, CleanConfig]
     """The rules of every channel a document may get."""
     dedup: DedupConfig
@@ -164,7 +164,7 @@ class _Items:
                 if unit.format is Format.UNREADABLE:
                     if at is None:
                         self._mapping = None
-                        origin = Origin(unit.file.name, "", Format.UNREADABLE)
+                        origin = ItemOrigin(unit.file.name, "", Format.UNREADABLE)
                         yield damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
                     continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.engine import Engine, advance
+from zero2all.common.engine import TaskEngine, advance
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.manifest import fingerprint
@@ -23,7 +23,7 @@ from zero2all.corpus.channels import CHANNELS
 from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
-from zero2all.corpus.readers import NOT_READ, Format, Limits, RawRow, Unit, plan_units, read_unit
+from zero2all.corpus.readers import NOT_READ, Format, RawRow, ReaderLimits, Unit, plan_units, read_unit
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.settings import BuildOptions
@@ -146,12 +146,12 @@ class LargeFile:
     """A file that its reader may split."""
 
     file: InputFile
-    limits: Limits
+    limits: ReaderLimits
     given_mapping: Mapping[str, str]
     known_mapping: Mapping[str, str] | None
 
 
-def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Engine) -> list[IngestTask]:
+def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: TaskEngine) -> list[IngestTask]:
     """The tasks of all sources, in order; large files are planned by the engine, once."""
     missing = [plan for plan in plans if not (plan.folder / PLAN_NAME).is_file()]
     large = [

@@ -122,7 +122,7 @@ class SegmentWriter:
         return self._writers[channel]
 
 
-class _Waiting(NamedTuple):
+class _PendingDocument(NamedTuple):
     """A document of the current batch."""
 
     number: int
@@ -138,7 +138,7 @@ class _ChannelWriter:
         self.tally = Tally()
         self.unread_bytes = 0
         self.items = 0
-        self._batch: list[_Waiting] = []
+        self._batch: list[_PendingDocument] = []
         self._samples: Counter[str] = Counter()
         self._layout: list[np.ndarray] = []
         self._records = stack.enter_context((folder / RECORDS_NAME).open("wb", buffering=1 << 20))
@@ -152,7 +152,7 @@ class _ChannelWriter:
     def add(self, item: RawRow | Damaged, document: Document) -> None:
         """Take a document into the batch."""
         self._note_origin(item)
-        self._batch.append(_Waiting(self.items, item, document))
+        self._batch.append(_PendingDocument(self.items, item, document))
         self.items += 1
         if isinstance(item, RawRow) and item.replaced:
             self.tally.replaced.update({"records": 1, "characters": item.replaced})
@@ -208,7 +208,7 @@ class _ChannelWriter:
         np.save(self.folder / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
         return {"items": self.items, "tally": self.tally.as_report(), "unread_bytes": self.unread_bytes}
 
-    def _encode(self, waiting: _Waiting, cleaned: Cleaned) -> bytes | None:
+    def _encode(self, waiting: _PendingDocument, cleaned: Cleaned) -> bytes | None:
         document, tidy, masked = waiting.document, self.cleaner.tidy, self.tally.masked
         title = document.title and tidy(document.title, masked)
         category = document.category and tidy(document.category, masked)
@@ -234,7 +234,7 @@ class _ChannelWriter:
         described = describe_encoded(encoded, self.cleaner.channel, self.dedup)
         self._index.add(described, np.array(numbers, np.uint64))
 
-    def _drop(self, waiting: _Waiting, cleaned: Cleaned) -> None:
+    def _drop(self, waiting: _PendingDocument, cleaned: Cleaned) -> None:
         rule = cleaned.reason or ""
         self.tally.dropped[rule] += 1
         self.tally.bytes_dropped[rule] += cleaned.text_bytes + cleaned.repaired_bytes

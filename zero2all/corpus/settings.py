@@ -26,7 +26,7 @@ from zero2all.common.yamlio import read_yaml
 from zero2all.corpus.clean.config import RULES, CleanConfig, build_config, merged
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.listing import is_url
-from zero2all.corpus.readers import Limits, TextBy
+from zero2all.corpus.readers import ReaderLimits, TextBy
 from zero2all.corpus.shard_files import SHARD_FORMATS, ShardFormat
 from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
 
@@ -88,10 +88,10 @@ class BuildOptions:
         return found + self.dedup.problems() + [str(problem) for problem in self.clean_problems()]
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ReaderLimits:
         """What the readers must respect."""
         names = ("max_record_bytes", "split_text_above_bytes", "text_piece_bytes", "unit_bytes")
-        return Limits(**{name: getattr(self, name) for name in names}, text_by=TextBy(self.text_by))
+        return ReaderLimits(**{name: getattr(self, name) for name in names}, text_by=TextBy(self.text_by))
 
     def signing(self, channel: str) -> dict[str, Any]:
         """The part of the dedup settings that decides what ingest writes."""

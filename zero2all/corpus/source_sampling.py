@@ -15,7 +15,7 @@ from typing import Any
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
 from zero2all.corpus.channels import guess_channel, sampled_text
 from zero2all.corpus.listing import InputFile, Listing
-from zero2all.corpus.readers import NOT_READ, Format, Limits, Origin, RawRow, Unit, plan_units, read_unit
+from zero2all.corpus.readers import NOT_READ, Format, ItemOrigin, RawRow, ReaderLimits, Unit, plan_units, read_unit
 from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
@@ -38,7 +38,7 @@ LEAST_PLACE_BYTES = 1 << 16
 class SourceSample:
     """What was found in the samples; an error when nothing in the source can be read, or nothing of it has a text."""
 
-    def __init__(self, source: Source, listing: Listing, limits: Limits) -> None:
+    def __init__(self, source: Source, listing: Listing, limits: ReaderLimits) -> None:
         self.mappings: list[dict[str, str]] = []
         """All that were found."""
         self.mapping_of: dict[str, dict[str, str]] = {}
@@ -70,7 +70,7 @@ class SourceSample:
         if self._is_sure and self._textless and not self._titles:
             raise no_text_field(source, *self._textless[0])
 
-    def _look_into(self, file: InputFile, source: Source, limits: Limits, files: int) -> None:
+    def _look_into(self, file: InputFile, source: Source, limits: ReaderLimits, files: int) -> None:
         whole = plan_units(file, replace(limits, unit_bytes=max(file.size_bytes, 1)))[0]
         if whole.format in NOT_READ:
             if whole.format is not Format.UNREADABLE:
@@ -86,7 +86,9 @@ class SourceSample:
                     self.mapping_of[file.name] = mapping
             self._is_sure = self._is_sure and sample.is_sure
 
-    def _take(self, origin: Origin, rows: list[RawRow], first: list[RawRow], source: Source) -> dict[str, str] | None:
+    def _take(
+        self, origin: ItemOrigin, rows: list[RawRow], first: list[RawRow], source: Source
+    ) -> dict[str, str] | None:
         """Look at the rows of one file or archive member; returns how they are mapped."""
         self.formats = list(dict.fromkeys([*self.formats, str(origin.format)]))
         if first and first[0].is_document:
@@ -125,7 +127,7 @@ def spread(values: Sequence[Any], most: int) -> list[Any]:
     return [values[number * len(values) // most] for number in range(most)]
 
 
-def _places(file: InputFile, whole: Unit, limits: Limits) -> list[Unit]:
+def _places(file: InputFile, whole: Unit, limits: ReaderLimits) -> list[Unit]:
     """The file in as many units as there are places to look at, where finding them takes no pass over the file."""
     is_lines = not whole.compression and whole.format in (Format.JSON_LINES, Format.TEXT)
     if not (is_lines or whole.format is Format.PARQUET or whole.compression == "zip"):
@@ -136,8 +138,8 @@ def _places(file: InputFile, whole: Unit, limits: Limits) -> list[Unit]:
 class _Sample:
     """Rows of one unit, thinned out as more of it is read, so that they are spread over what was read."""
 
-    def __init__(self, unit: Unit, limits: Limits, places: int) -> None:
-        self.first_rows: dict[Origin, list[RawRow]] = {}
+    def __init__(self, unit: Unit, limits: ReaderLimits, places: int) -> None:
+        self.first_rows: dict[ItemOrigin, list[RawRow]] = {}
         """The first rows of each file or archive member, which say how all its rows are mapped."""
         self._rows: list[RawRow] = []
         self._met = 0
@@ -149,7 +151,7 @@ class _Sample:
         self._is_whole = False
         self.is_sure = self._read(unit, limits, places)
 
-    def _read(self, unit: Unit, limits: Limits, places: int) -> bool:
+    def _read(self, unit: Unit, limits: ReaderLimits, places: int) -> bool:
         """Take the sample; whether what was not read is like what was."""
         plain_bytes = rows = 0
         for number, item in enumerate(read_unit(unit, limits, self._on_bytes), 1):
@@ -187,9 +189,9 @@ class _Sample:
     def _on_bytes(self, amount: int) -> None:
         self._raw_bytes += amount
 
-    def by_origin(self) -> list[tuple[Origin, list[RawRow]]]:
+    def by_origin(self) -> list[tuple[ItemOrigin, list[RawRow]]]:
         """Every file or archive member that rows were met in, with the rows of it that are in the sample."""
-        rows: dict[Origin, list[RawRow]] = {origin: [] for origin in self.first_rows}
+        rows: dict[ItemOrigin, list[RawRow]] = {origin: [] for origin in self.first_rows}
         for row in self._rows:
             rows[row.origin].append(row)
         return list(rows.items())

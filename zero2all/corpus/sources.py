@@ -40,7 +40,7 @@ CHANNEL_PATTERN = re.compile(r"\w[\w-]*")
 
 
 @dataclass(frozen=True)
-class Kind:
+class KnownDataSet:
     """A known data set."""
 
     channel: str | None
@@ -54,16 +54,18 @@ _WIKIPEDIA = {"content": "text", "title": "title"}
 _ARTICLE = {"content": "content", "title": "title", "desc": "desc"}
 
 KINDS = {
-    "baike2018qa": Kind("zh", {"content": "answer", "title": "title", "category": "category", "desc": "desc"}, True),
-    "news2016zh": Kind("zh", _ARTICLE),
-    "webtext2019zh": Kind("zh", {**_ARTICLE, "category": "topic"}, True),
-    "wikipedia_cn": Kind("zh", _WIKIPEDIA),
-    "wikipedia_en": Kind("en", _WIKIPEDIA),
-    "Zhihu-KOL": Kind("zh", {"content": "RESPONSE", "title": "INSTRUCTION"}),
-    "WuDaoCorpus2.0": Kind("zh", {"content": "content", "title": "title", "category": "dataType"}),
-    "github-python": Kind("code", {"content": "content", "title": "path"}),
-    "conversation": Kind(None, {"content": "messages"}),
-    "sharegpt": Kind(None, {"content": "conversations"}),
+    "baike2018qa": KnownDataSet(
+        "zh", {"content": "answer", "title": "title", "category": "category", "desc": "desc"}, True
+    ),
+    "news2016zh": KnownDataSet("zh", _ARTICLE),
+    "webtext2019zh": KnownDataSet("zh", {**_ARTICLE, "category": "topic"}, True),
+    "wikipedia_cn": KnownDataSet("zh", _WIKIPEDIA),
+    "wikipedia_en": KnownDataSet("en", _WIKIPEDIA),
+    "Zhihu-KOL": KnownDataSet("zh", {"content": "RESPONSE", "title": "INSTRUCTION"}),
+    "WuDaoCorpus2.0": KnownDataSet("zh", {"content": "content", "title": "title", "category": "dataType"}),
+    "github-python": KnownDataSet("code", {"content": "content", "title": "path"}),
+    "conversation": KnownDataSet(None, {"content": "messages"}),
+    "sharegpt": KnownDataSet(None, {"content": "conversations"}),
 }
 """Known data sets by name: what `NAME=PATH:CHANNEL:KIND` and `kind:` in YAML accept."""
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from zero2all.common.errors import PeerFailureError, UsageError, UserError
 from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.messages import Bye, Hello, History, Key, Member, Offer, Payload, Record, Request, Status
+from zero2all.diloco.messages import Bye, GroupEra, Hello, History, Key, Offer, Payload, Record, StateRequest, Status
 from zero2all.diloco.transport import SILENT_SECONDS, Channel
 
 MOST_PAYLOADS = 64
@@ -50,14 +50,14 @@ STATUS_SECONDS = 1.0
 class Outcome:
     """What training gets for a key: whose payloads are used, or a state to adopt instead."""
 
-    members: tuple[Member, ...]
+    members: tuple[GroupEra, ...]
     history: History
     requests: dict[int, int]
     """Groups that get the state as it is after this key, by request."""
     state: bytes | None = None
 
 
-class Coordinator:
+class RoundCoordinator:
     """One group: it follows the coordinator of all groups, or is it. All methods hold the lock `changed`."""
 
     def __init__(self, config: DilocoConfig, facts: Mapping[str, Any], history: History) -> None:
@@ -88,7 +88,7 @@ class Coordinator:
         self._since: dict[Key, float] = {}  # when training in some group came to a key
         self._unusable: set[Payload] = set()
         self._lacks_since = math.inf  # a payload of the next record
-        self._request: Request | None = None
+        self._request: StateRequest | None = None
         self._request_ids = itertools.count(random.getrandbits(31))
         self._states: dict[int, bytes] = {}  # by request
         self._offers: dict[int, Offer] = {}  # by request: states that this group gives
@@ -241,7 +241,7 @@ class Coordinator:
             coordinator=self.coordinator,
             is_running=self.is_running,
             is_lost=self.is_lost,
-            connected=tuple(sorted(Member(group, status.era) for group, status in self.statuses.items())),
+            connected=tuple(sorted(GroupEra(group, status.era) for group, status in self.statuses.items())),
             waits_for=self._training[0] if self._training else None,
             here=tuple(sorted(payload for payload in self.payloads if payload.key > self.history.last)),
             unusable=tuple(sorted(self._unusable)),
@@ -303,9 +303,9 @@ class Coordinator:
         if not servers:
             self._request = None
             return None
-        members = [Member(-group, self.statuses[-group].era) for _, group in sorted(servers)]
+        members = [GroupEra(-group, self.statuses[-group].era) for _, group in sorted(servers)]
         if self._request is None or self._request.server not in members:
-            self._request = Request(next(self._request_ids), members[-1])
+            self._request = StateRequest(next(self._request_ids), members[-1])
         return self._request.server.group
 
     def _must_adopt(self, group: int) -> bool:
@@ -375,7 +375,7 @@ class Coordinator:
         requests = {
             status.request.id: group
             for group, status in self.statuses.items()
-            if status.request is not None and status.request.server == Member(self.group, self.era)
+            if status.request is not None and status.request.server == GroupEra(self.group, self.era)
         }
         self._offers = {number: offer for number, offer in self._offers.items() if number in requests}
         new = {number: group for number, group in requests.items() if number not in self._offers}
@@ -444,13 +444,13 @@ class Coordinator:
         keys = [*self._training[:1], *(key for key in waiting if key is not None and key > self.history.last)]
         if not keys:
             return
-        key, own, now = max(keys), Member(self.group, self.era), time.monotonic()
+        key, own, now = max(keys), GroupEra(self.group, self.era), time.monotonic()
         progress = [self._since.setdefault(key, now), *map(self.last_chunk_at, in_step)]
         progress += [now for status in in_step.values() if status.receives]
         is_over = now > max(progress) + self.config.wait_seconds
         if is_over and Payload(key, own) in self.payloads:  # who does not get even this one cannot follow
             in_step = {group: status for group, status in in_step.items() if Payload(key, own) in status.here}
-        groups = [own, *(Member(group, status.era) for group, status in in_step.items())]
+        groups = [own, *(GroupEra(group, status.era) for group, status in in_step.items())]
         members = [
             member
             for member in groups
@@ -462,12 +462,12 @@ class Coordinator:
             return
         self._decide(Record(key, self.history.chain, tuple(sorted(members))))
 
-    def _useless(self, key: Key, in_step: Mapping[int, Status]) -> set[Member]:
+    def _useless(self, key: Key, in_step: Mapping[int, Status]) -> set[GroupEra]:
         """Members whose payload nobody waits for: it cannot be used, or there will be none, because this group has
         adopted a state."""
         unusable = self._unusable.union(*(status.unusable for status in in_step.values()))
         found = {payload.member for payload in unusable if payload.key == key}
-        own = Member(self.group, self.era)
+        own = GroupEra(self.group, self.era)
         if key in self._training and Payload(key, own) not in self.payloads:
             found.add(own)
         return found

@@ -10,7 +10,7 @@ from zero2all.common.connections import NotOfThisRunError, dial, split_address
 from zero2all.common.errors import AbsentGroupsError
 from zero2all.common.language import message
 from zero2all.common.progress import say
-from zero2all.diloco.coordinator import Coordinator
+from zero2all.diloco.coordinator import RoundCoordinator
 
 LOOK_SECONDS, NOTICE_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 60.0
 """While a group waits for another: pause between two looks why it does not come, and when that is said."""
@@ -20,7 +20,7 @@ LOOKS = {"looks": True}
 
 
 def wait_for_groups(
-    coordinator: Coordinator, secret: bytes, seconds: float, is_stopped: Callable[[], bool] = lambda: False
+    coordinator: RoundCoordinator, secret: bytes, seconds: float, is_stopped: Callable[[], bool] = lambda: False
 ) -> None:
     """Until the coordinator runs, has failed, or a signal has come."""
     reasons: list[str] = []
@@ -39,11 +39,11 @@ def wait_for_groups(
         time.sleep(LAST_WORD_SECONDS)  # so that the other groups see what differs, too
 
 
-def _is_over(coordinator: Coordinator) -> bool:
+def _is_over(coordinator: RoundCoordinator) -> bool:
     return coordinator.is_running or coordinator.failure is not None or coordinator.is_closed
 
 
-def _absence(coordinator: Coordinator, seconds: float, reasons: list[str]) -> AbsentGroupsError:
+def _absence(coordinator: RoundCoordinator, seconds: float, reasons: list[str]) -> AbsentGroupsError:
     """Who did not come in time."""
     config = coordinator.config
     names = ", ".join(f"{group} ({config.groups[group]})" for group in coordinator.missing())
@@ -61,7 +61,7 @@ def _absence(coordinator: Coordinator, seconds: float, reasons: list[str]) -> Ab
     return AbsentGroupsError(" ".join(lines))
 
 
-def _look_for_missing(coordinator: Coordinator, secret: bytes, reasons: list[str]) -> None:
+def _look_for_missing(coordinator: RoundCoordinator, secret: bytes, reasons: list[str]) -> None:
     """In a thread: find out why other groups do not come, and say it after a while."""
     say_at = time.monotonic() + NOTICE_SECONDS
     while True:
@@ -75,7 +75,7 @@ def _look_for_missing(coordinator: Coordinator, secret: bytes, reasons: list[str
             say(f"z2a: waiting for other groups. {' '.join(reasons)}")
 
 
-def _why_missing(coordinator: Coordinator, group: int, secret: bytes) -> str:
+def _why_missing(coordinator: RoundCoordinator, group: int, secret: bytes) -> str:
     from zero2all.parallel.rendezvous import why_not_reached  # needs torch
 
     own, address = coordinator.group, coordinator.config.groups[group]

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zero2all.common.connections import Connection, Door
+from zero2all.common.connections import Connection, ConnectionListener
 from zero2all.common.errors import PreemptedError, UsageError, for_all_ranks
 from zero2all.common.progress import say
 from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.coordinator import KEPT_NUMBERS, Coordinator
+from zero2all.diloco.coordinator import KEPT_NUMBERS, RoundCoordinator
 from zero2all.diloco.joining import LOOKS, wait_for_groups
-from zero2all.diloco.messages import History, Key, Member, Payload, parse
+from zero2all.diloco.messages import GroupEra, History, Key, Payload, parse
 from zero2all.diloco.transport import (
     PAYLOAD,
     STATE,
@@ -32,7 +32,7 @@ from zero2all.diloco.transport import (
     DuplicateError,
     Expected,
     Greeting,
-    Item,
+    PayloadId,
     RefusalError,
     dial_group,
     keep_connected,
@@ -98,7 +98,7 @@ class GroupLink:
     def __init__(self, me: Membership) -> None:
         """Join the other groups; PreemptedError on a signal, UsageError where groups do not fit together."""
         config, history = me.config, History.read(me.history)
-        self._me, self._coordinator = me, Coordinator(config, me.facts, history)
+        self._me, self._coordinator = me, RoundCoordinator(config, me.facts, history)
         self.group = self._coordinator.group
         self.history = me.history
         self._life = f"{random.SystemRandom().getrandbits(64):x}"
@@ -114,7 +114,9 @@ class GroupLink:
             for group in self._coordinator.control
         }
         self._coordinator.last_chunk_at = lambda group: self.data[group].last_chunk_at
-        self._door = Door(listen_for_groups(config, self.group), me.secret, self._admit, f"group {self.group}")
+        self._door = ConnectionListener(
+            listen_for_groups(config, self.group), me.secret, self._admit, f"group {self.group}"
+        )
         for group in range(self.group):  # the higher-numbered group dials
             for stream in range(CONTROL, config.streams):
                 greeting = Greeting(me.run, self._life, self.group, group, stream)
@@ -137,7 +139,7 @@ class GroupLink:
     def offer(self, key: Key, payload: bytes) -> None:
         """Hand over this group's payload; it is sent in the background."""
         coordinator = self._coordinator
-        item = Item(PAYLOAD, key, Member(self.group, coordinator.era))
+        item = PayloadId(PAYLOAD, key, GroupEra(self.group, coordinator.era))
         for channel in self.data.values():
             channel.forget(key.number - KEPT_NUMBERS)
             if key > coordinator.history.last:  # else it is late
@@ -175,7 +177,7 @@ class GroupLink:
         with self._coordinator.changed:
             requests, self._coordinator.requests = self._coordinator.requests, {}
         for number, group in requests.items():
-            self.data[group].send(Item(STATE, Key(number, 0), Member(self.group, 0)), state)
+            self.data[group].send(PayloadId(STATE, Key(number, 0), GroupEra(self.group, 0)), state)
 
     def stays(self) -> bool:
         """Call this when training is complete, again while it gives True: groups that are behind may ask for the
@@ -265,7 +267,7 @@ class GroupLink:
 
     # ---- payloads
 
-    def _take_payload(self, sender: int, item: Item, payload: bytes, fault: str) -> None:
+    def _take_payload(self, sender: int, item: PayloadId, payload: bytes, fault: str) -> None:
         if item.kind == STATE:
             if fault := fault or self._me.expected.fault(None, payload):
                 fault = (
@@ -276,7 +278,7 @@ class GroupLink:
         elif item.member.group == sender:
             self._judge(item, payload, fault)
 
-    def _judge(self, item: Item, payload: bytes, fault: str) -> None:
+    def _judge(self, item: PayloadId, payload: bytes, fault: str) -> None:
         """Whether a payload can be used. All groups look at the same bytes in the same way, so a group whose payload
         has a fault is left out of that round everywhere."""
         group, (number, fragment) = item.member.group, item.key

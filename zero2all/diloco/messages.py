@@ -21,7 +21,7 @@ class Key(NamedTuple):
     fragment: int
 
 
-class Member(NamedTuple):
+class GroupEra(NamedTuple):
     """A group in one of its eras: it begins a new one when it starts, and when it adopts a state."""
 
     group: int
@@ -32,7 +32,7 @@ class Payload(NamedTuple):
     """Whose payload, for which key."""
 
     key: Key
-    member: Member
+    member: GroupEra
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Record:
     key: Key
     before: str
     """The chain that it extends."""
-    members: tuple[Member, ...]
+    members: tuple[GroupEra, ...]
 
 
 class History(NamedTuple):
@@ -81,11 +81,11 @@ class Bye:
 
 
 @dataclass(frozen=True)
-class Request:
+class StateRequest:
     """A group that cannot follow asks another one for its state."""
 
     id: int
-    server: Member
+    server: GroupEra
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Status:
     coordinator: int
     is_running: bool
     is_lost: bool
-    connected: tuple[Member, ...]
+    connected: tuple[GroupEra, ...]
     waits_for: Key | None
     """The key that training has come to and that is not decided."""
     here: tuple[Payload, ...]
@@ -118,7 +118,7 @@ class Status:
     unusable: tuple[Payload, ...]
     receives: bool
     """Whether parts of payloads come in."""
-    request: Request | None
+    request: StateRequest | None
     offers: tuple[Offer, ...]
 
 
@@ -128,7 +128,7 @@ class Delivered:
 
     kind: int
     key: Key
-    member: Member
+    member: GroupEra
 
 
 KINDS: tuple[type, ...] = (Hello, Bye, Status, Delivered)

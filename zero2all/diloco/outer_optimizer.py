@@ -34,11 +34,11 @@ from zero2all.diloco.compress import decode, encode, keeps_error, payload_bytes
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.fragments import Due, make_clock, names_by_fragment
 from zero2all.diloco.messages import Key
-from zero2all.diloco.ranks import Layout, Ranks
+from zero2all.diloco.ranks import Layout, RankLink
 from zero2all.ops.host_memory import REGION_BYTES, PinnedMemory
 from zero2all.parallel.mesh import Axis, Spread
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.parallel.reduce import all_gather
 from zero2all.resilience.heartbeat import waiting_for_groups
 
@@ -48,7 +48,7 @@ PREFIX = "model/"
 FEW_ROUNDS, SHORT_MOMENTUM = 200, 0.7
 """With 100 rounds groups lost 2 % and more, least with this momentum (benchmarks/diloco_loss.py)."""
 
-ModelTensors = Callable[[], AbstractContextManager[dict[str, Part]]]
+ModelTensors = Callable[[], AbstractContextManager[dict[str, TensorPart]]]
 
 
 class ModelWeights(Protocol):
@@ -66,12 +66,12 @@ class ModelWeights(Protocol):
 
 
 @dataclass(frozen=True)
-class _Held:
+class _OuterState:
     """What this process has of the outer state of a parameter."""
 
     axis: Axis  # the processes that hold the same part
     count: int  # values of the part
-    outer: Part  # one-dimensional or with whole rows, like all parts of a checkpoint
+    outer: TensorPart  # one-dimensional or with whole rows, like all parts of a checkpoint
     momentum: Tensor | None
     error: Tensor | None
 
@@ -90,11 +90,11 @@ class _Held:
         """The outer weights, flat."""
         return self.outer.values.view(-1)
 
-    def tensors(self) -> dict[str, Part]:
+    def tensors(self) -> dict[str, TensorPart]:
         """By the group of names in a checkpoint."""
         found = {"outer": self.outer, "outer_momentum": self.momentum, "outer_error": self.error}
         return {
-            group: each if isinstance(each, Part) else self.outer.like(each.view(self.outer.values.shape))
+            group: each if isinstance(each, TensorPart) else self.outer.like(each.view(self.outer.values.shape))
             for group, each in found.items()
             if each is not None
         }
@@ -133,7 +133,7 @@ class OuterOptimizer:
     ) -> None:
         """`layers`: blocks of the whole model. The outer weights are the model's, which may be loaded over later."""
         self._config, self._model, self._weights = config, model, weights
-        self.ranks: Ranks | None = None
+        self.ranks: RankLink | None = None
         self.is_behind = False
         """Whether the others went on without this group, which must adopt their state. Equal on all ranks."""
         self.clock = make_clock(config, layers, last_step)
@@ -160,7 +160,7 @@ class OuterOptimizer:
         """Of what this process sends."""
         self.reset()
 
-    def _hold(self, part: Part, axis: Axis) -> _Held:
+    def _hold(self, part: TensorPart, axis: Axis) -> _OuterState:
         count = part.values.numel()
         first, stop = _borders(count, axis)[axis.rank : axis.rank + 2]
 
@@ -169,9 +169,9 @@ class OuterOptimizer:
                 return torch.zeros(stop - first)
             return self._memory.buffer(4 * (stop - first), self._device).view(torch.float32)
 
-        outer = Part.of_range(zeros(), part.shape, part.start + first, None, part.box)
+        outer = TensorPart.of_range(zeros(), part.shape, part.start + first, None, part.box)
         momentum = zeros() if self._config.momentum else None
-        return _Held(axis, count, outer, momentum, zeros() if keeps_error(self._config.compress) else None)
+        return _OuterState(axis, count, outer, momentum, zeros() if keeps_error(self._config.compress) else None)
 
     def notes(self) -> list[str]:
         """What the user should know, in a line or two."""
@@ -192,7 +192,7 @@ class OuterOptimizer:
 
     # ---- what the training loop calls ----
 
-    def connect(self, ranks: Ranks) -> None:
+    def connect(self, ranks: RankLink) -> None:
         """Before the first step: the way to the other groups."""
         self.ranks, self.is_behind = ranks, ranks.is_behind
 
@@ -257,7 +257,7 @@ class OuterOptimizer:
 
     # ---- checkpoints, and groups that come back ----
 
-    def tensors(self) -> dict[str, Part]:
+    def tensors(self) -> dict[str, TensorPart]:
         """The outer state, for the checkpoint; live. `settle` first."""
         return {f"{group}/{name}": part for name, held in self._held.items() for group, part in held.tensors().items()}
 
@@ -394,7 +394,7 @@ class OuterOptimizer:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _payload(self, held: _Held, inner: Tensor) -> bytes:
+    def _payload(self, held: _OuterState, inner: Tensor) -> bytes:
         payloads = []
         for piece in _pieces(held):
             change = held.values[piece].to(self._device) - inner[piece].to(self._device)
@@ -410,7 +410,7 @@ class OuterOptimizer:
     def _decode(self, payload: bytes | memoryview, count: int) -> Tensor:
         return decode(payload, count, self._config.compress, self._device)
 
-    def _places(self, names: Sequence[str]) -> Iterator[tuple[_Held, slice, slice]]:
+    def _places(self, names: Sequence[str]) -> Iterator[tuple[_OuterState, slice, slice]]:
         """The pieces of these parameters, and where each is in the payload."""
         at = 0
         for held in (self._held[name] for name in names):
@@ -436,7 +436,7 @@ class OuterOptimizer:
                 self._step(held, piece, mean)
         return square
 
-    def _step(self, held: _Held, piece: slice, mean: Tensor) -> None:
+    def _step(self, held: _OuterState, piece: slice, mean: Tensor) -> None:
         if held.momentum is not None:
             mu = self._config.momentum
             momentum = held.momentum[piece].to(self._device).mul_(mu).add_(mean)
@@ -449,13 +449,13 @@ def _borders(count: int, axis: Axis) -> list[int]:
     return [count * rank // axis.size for rank in range(axis.size + 1)]
 
 
-def _pieces(held: _Held) -> list[slice]:
+def _pieces(held: _OuterState) -> list[slice]:
     """The values of a part, a few at a time, so that working on them takes little memory of the device."""
     count = held.values.numel()
     return [slice(first, min(first + PIECE_VALUES, count)) for first in range(0, count, PIECE_VALUES)]
 
 
-def _by_name(tensors: Mapping[str, Part]) -> dict[str, Part]:
+def _by_name(tensors: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
     return {name.removeprefix(PREFIX): part for name, part in tensors.items()}
 
 

@@ -72,7 +72,7 @@ def expected_of(layouts: Sequence[Layout]) -> Expected:
     return Expected(sizes, sum(layout.size(None) for layout in layouts), fault)
 
 
-class Ranks:
+class RankLink:
     """The link of a group, for one of its ranks."""
 
     def __init__(self, peers: Peers, layouts: Sequence[Layout], link: GroupLink | None) -> None:

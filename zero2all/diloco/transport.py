@@ -31,7 +31,7 @@ from zero2all.common.connections import NotOfThisRunError, dial, listen, printab
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import say
 from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.messages import Delivered, Key, Member, read, write
+from zero2all.diloco.messages import Delivered, GroupEra, Key, read, write
 from zero2all.parallel.network import interface_to
 
 MESSAGE, PAYLOAD, STATE = range(3)
@@ -70,12 +70,12 @@ class Greeting:
     stream: int
 
 
-class Item(NamedTuple):
+class PayloadId(NamedTuple):
     """What a payload is: its kind, its key (of a state: the id of the request), and who sends it."""
 
     kind: int
     key: Key
-    member: Member
+    member: GroupEra
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Expected:
     fault: Callable[[int | None, bytes], str]
     """What is wrong with the values of a payload, by its fragment (None: of a state); empty: nothing."""
 
-    def size_fault(self, item: Item, total: int) -> str:
+    def size_fault(self, item: PayloadId, total: int) -> str:
         """What is wrong with the size of a payload or state."""
         sizes = {PAYLOAD: self.payload_bytes, STATE: [self.state_bytes]}.get(item.kind, [])
         if item.key.fragment >= len(sizes):
@@ -105,7 +105,7 @@ class Channel:
         name: str,
         on_message: Callable[[Any], None],
         on_change: Callable[[bool], None],
-        on_payload: Callable[[Item, bytes, str], None] = lambda _item, _payload, _fault: None,
+        on_payload: Callable[[PayloadId, bytes, str], None] = lambda _item, _payload, _fault: None,
         expected: Expected | None = None,
     ) -> None:
         """`name`: of the group it leads to. `on_change`: the first stream is there, or the last is lost; called, as the
@@ -126,10 +126,10 @@ class Channel:
         self.sent_bytes = self.received_bytes = 0  # of payloads, again sent ones included
         self._messages: deque[bytes] = deque()
         self._sending: set[int] = set()
-        self._chunks: deque[tuple[Item, int]] = deque()
-        self._unacknowledged: dict[Item, memoryview] = {}
-        self._sent: dict[int, list[tuple[Item, int]]] = {}  # by stream
-        self._arriving: dict[Item, dict[int, bytes]] = {}  # chunks by their offset
+        self._chunks: deque[tuple[PayloadId, int]] = deque()
+        self._unacknowledged: dict[PayloadId, memoryview] = {}
+        self._sent: dict[int, list[tuple[PayloadId, int]]] = {}  # by stream
+        self._arriving: dict[PayloadId, dict[int, bytes]] = {}  # chunks by their offset
         self._said_at = -SAY_AGAIN_SECONDS
 
     @property
@@ -143,7 +143,7 @@ class Channel:
             self._messages.append(write(message))
             self.changed.notify_all()
 
-    def send(self, item: Item, payload: bytes) -> None:
+    def send(self, item: PayloadId, payload: bytes) -> None:
         """Send a payload, again after every loss of a connection until it has arrived."""
         with self.changed:
             if item in self._unacknowledged:
@@ -279,7 +279,7 @@ class Channel:
             if kind == MESSAGE:
                 self._take_message(read(read_message(body)))
             else:
-                self._take_chunk(Item(kind, Key(number, fragment), Member(group, era)), offset, total, body)
+                self._take_chunk(PayloadId(kind, Key(number, fragment), GroupEra(group, era)), offset, total, body)
 
     def _take_message(self, message: Any) -> None:
         self.last_message_at = time.monotonic()
@@ -287,12 +287,12 @@ class Channel:
             self._on_message(message)
             return
         with self.changed:
-            self._unacknowledged.pop(Item(message.kind, message.key, message.member), None)
+            self._unacknowledged.pop(PayloadId(message.kind, message.key, message.member), None)
             for stream, chunks in self._sent.items():
                 self._sent[stream] = [chunk for chunk in chunks if chunk[0] in self._unacknowledged]
             self.changed.notify_all()
 
-    def _take_chunk(self, item: Item, offset: int, total: int, body: bytes) -> None:
+    def _take_chunk(self, item: PayloadId, offset: int, total: int, body: bytes) -> None:
         """Keep a chunk, hand over the payload when it is whole. Nothing is kept of one that has not the right size."""
         if self._expected is None:
             raise ValueError("a payload on a connection that carries none")
@@ -315,7 +315,7 @@ class Channel:
         self.post(Delivered(*item))
 
 
-def _keep_one_state(held: dict[Item, Any], new: Item) -> None:
+def _keep_one_state(held: dict[PayloadId, Any], new: PayloadId) -> None:
     """Drop the states before a new one: a group waits for the one that it asked for last. They are large."""
     if new.kind == STATE:
         for item in [item for item in held if item.kind == STATE and item != new]:

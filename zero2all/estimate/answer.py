@@ -27,7 +27,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CalculatorAnswer:
     """What a calculator found."""
 
     title: str

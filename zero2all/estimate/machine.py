@@ -79,7 +79,7 @@ class AttentionTime:
 
 
 @dataclass(frozen=True)
-class Curve:
+class TimeCurve:
     """Measured seconds against a size."""
 
     points: tuple[tuple[float, float], ...]  # (size, seconds), by size
@@ -98,7 +98,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Link:
+class GpuLink:
     """What joins GPUs: NVLink inside a node, the network between nodes."""
 
     name: str
@@ -128,10 +128,12 @@ class Machine:
     matmul_rate: float = 0.87  # what the largest products reach of the peak
     matmuls: tuple[Matmul, ...] = ()
     attention: tuple[AttentionTime, ...] = ()
-    operators: dict[str, Curve] = field(default_factory=dict)  # "rms_norm", "rms_norm/backward", ...: bytes, seconds
-    copy: dict[str, Curve] = field(default_factory=dict)  # "h2d", "d2h"
-    collectives: dict[str, Curve] = field(default_factory=dict)  # "all-reduce/8/nvlink": bytes, seconds
-    links: tuple[Link, ...] = ()
+    operators: dict[str, TimeCurve] = field(
+        default_factory=dict
+    )  # "rms_norm", "rms_norm/backward", ...: bytes, seconds
+    copy: dict[str, TimeCurve] = field(default_factory=dict)  # "h2d", "d2h"
+    collectives: dict[str, TimeCurve] = field(default_factory=dict)  # "all-reduce/8/nvlink": bytes, seconds
+    links: tuple[GpuLink, ...] = ()
     overhead: dict[str, float] = field(default_factory=dict)  # cuda_context, nccl, workspace: bytes
     hot_over_cold: float = 1.0  # rate under sustained load / rate of a short burst
     gpus_per_node: int = 1
@@ -237,7 +239,7 @@ class Machine:
             raise UsageError(f"The profile of {self.name} has no speed of copies ({direction}).")
         return self.copy[direction].seconds(size)
 
-    def collective_seconds(self, kind: str, size: float, ranks: int, link: str | Link) -> float:
+    def collective_seconds(self, kind: str, size: float, ranks: int, link: str | GpuLink) -> float:
         """Of one collective over a whole tensor of `size` bytes, as in `zero2all.estimate.communication.Transfer`."""
         if ranks <= 1 or size <= 0:
             return 0.0
@@ -247,7 +249,7 @@ class Machine:
             return measured.seconds(size)
         return link_seconds(kind, size, ranks, found.bytes_per_second, found.latency) + self.launch_seconds
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> GpuLink:
         """By its name."""
         for link in self.links:
             if link.name == name:
@@ -255,7 +257,7 @@ class Machine:
         known = ", ".join(link.name for link in self.links) or "none: it is one GPU"
         raise UsageError(f"{self.name} has no link {name}; its links: {known}.")
 
-    def link_of(self, ranks: int, stride: int = 1) -> Link:
+    def link_of(self, ranks: int, stride: int = 1) -> GpuLink:
         """What a group of processes talks over, whose numbers lie `stride` apart: the first link that joins them all.
         Between nodes each GPU has its own network card, so that a group with g processes in each node has g of them."""
         span = ranks * stride
@@ -333,7 +335,7 @@ def write_machine(path: Path, machine: Machine) -> None:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [list(point) for point in value.points] if isinstance(value, Curve) else dataclasses.asdict(value)
+        return [list(point) for point in value.points] if isinstance(value, TimeCurve) else dataclasses.asdict(value)
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
@@ -345,7 +347,7 @@ def read_machine(path: Path) -> Machine:
     values = read_json_object(path, remedy)
     try:
         read: dict[str, Any] = dict(values)
-        for name, kind in (("matmuls", Matmul), ("attention", AttentionTime), ("links", Link)):
+        for name, kind in (("matmuls", Matmul), ("attention", AttentionTime), ("links", GpuLink)):
             read[name] = tuple(kind(**one) for one in values.get(name, ()))
         for name in ("operators", "copy", "collectives"):
             read[name] = {key: _curve(points) for key, points in values.get(name, {}).items()}
@@ -354,11 +356,11 @@ def read_machine(path: Path) -> Machine:
         raise BadInputError(f"{path} is not the profile of a machine: {error}.", remedy) from error
 
 
-def _curve(points: Any) -> Curve:
+def _curve(points: Any) -> TimeCurve:
     found = tuple((float(size), float(seconds)) for size, seconds in points)
     if not found or any(size <= 0 or seconds <= 0 for size, seconds in found) or list(found) != sorted(found):
         raise ValueError("a curve needs points of (size, seconds) above 0, by size")
-    return Curve(found)
+    return TimeCurve(found)
 
 
 # ---- clusters by name ------------------------------------------------------------------------------------------------
@@ -370,7 +372,7 @@ PCIE = {"gen4": 25 * GB, "gen5": 55 * GB}
 
 def _cluster(name: str, network: float, pcie: str, hot_over_cold: float) -> Machine:
     """A cluster of nodes with 8 GPUs that NVSwitch joins, and a network card for each GPU."""
-    gpu, copy = GPUS[name], Curve(((1e6, 1e6 / PCIE[pcie] + 1e-5), (1e9, 1e9 / PCIE[pcie])))
+    gpu, copy = GPUS[name], TimeCurve(((1e6, 1e6 / PCIE[pcie] + 1e-5), (1e9, 1e9 / PCIE[pcie])))
     peaks = {"bfloat16": gpu.peak_flops, "float16": gpu.peak_flops, "float32": gpu.float32_flops}
     return Machine(
         name=name,
@@ -384,7 +386,7 @@ def _cluster(name: str, network: float, pcie: str, hot_over_cold: float) -> Mach
         multiprocessors=gpu.units,
         matmul_rate=gpu.matmul_flops / gpu.peak_flops,
         copy={"h2d": copy, "d2h": copy},
-        links=(Link("nvlink", 8, 0.8 * gpu.link, 6e-6), Link("network", 0, 0.9 * network, 2e-5)),
+        links=(GpuLink("nvlink", 8, 0.8 * gpu.link, 6e-6), GpuLink("network", 0, 0.9 * network, 2e-5)),
         overhead={"cuda_context": 0.5 * 2**30, "nccl": 0.5 * GB, "workspace": 64.0 * 2**20},
         hot_over_cold=hot_over_cold,
         gpus_per_node=8,

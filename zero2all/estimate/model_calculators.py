@@ -1,6 +1,6 @@
 """Calculators of a model: its parameters, FLOPs, utilisation, states, generating; one matmul against the roofline.
 
-Each returns an `Answer`; `zero2all.cli.perf_calculators` reads the arguments.
+Each returns an `CalculatorAnswer`; `zero2all.cli.perf_calculators` reads the arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero2all.common.schema import MISSING, Problem
-from zero2all.estimate.answer import Answer, ImpossibleError, Term
+from zero2all.estimate.answer import CalculatorAnswer, ImpossibleError, Term
 from zero2all.estimate.floors import decoding_bytes, least_seconds, matmul_bytes, matmul_flops, tiling
 from zero2all.estimate.flops import CONVENTIONS, conventions, flops_by_group, packed_length
 from zero2all.estimate.gpus import GPUS, Gpu
@@ -94,7 +94,7 @@ def hardware_flops(model: Counted, found: dict[str, float], recompute: str, name
     return None if head is None else found[name] + attention + 2.0 * ((model.matmul or 0) - head)
 
 
-def params(model: Counted) -> Answer:
+def params(model: Counted) -> CalculatorAnswer:
     """Parameters by part."""
     terms = [Term(part, count, "parameters") for part, count in model.parts.items()]
     terms += [
@@ -107,7 +107,7 @@ def params(model: Counted) -> Answer:
         Term("weights in float32", 4 * model.total, "bytes", "4 x total"),
         Term("weights in bfloat16", 2 * model.total, "bytes", "2 x total"),
     ]
-    return Answer(
+    return CalculatorAnswer(
         f"Parameters of {model.name}",
         "B = 10^9 parameters; GB = 10^9 bytes, GiB = 2^30. Tied tables count once.",
         terms,
@@ -120,7 +120,7 @@ def flops(
     tokens: int | None = None,
     lengths: Sequence[float] | None = None,
     gpu: Gpu | None = None,
-) -> Answer:
+) -> CalculatorAnswer:
     """FLOPs per token under every convention, attention's share, and the work of `tokens` tokens by group."""
     seq_len = seq_len or model.seq_len
     found = variants(model, seq_len, lengths)
@@ -146,7 +146,7 @@ def flops(
             "half of attention too. Flash attention's backward executes 5 matmuls beside 2 forward, so kernel "
             "benchmarks count 3.5 x its forward; MFU counts 3 x."
         )
-    return Answer(f"FLOPs of {model.name}, seq_len {seq_len or '?'}", CONVENTION, terms, notes)
+    return CalculatorAnswer(f"FLOPs of {model.name}, seq_len {seq_len or '?'}", CONVENTION, terms, notes)
 
 
 def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None) -> list[Term]:
@@ -181,7 +181,7 @@ def mfu(
     seq_len: int | None = None,
     lengths: Sequence[float] | None = None,
     recompute: str = "none",
-) -> Answer:
+) -> CalculatorAnswer:
     """Utilisation in every convention: tokens/s x FLOPs per token / (GPUs x peak)."""
     problems, gpus, gpu = [], devices.gpus, devices.gpu
     if tokens_per_second is None:
@@ -226,7 +226,7 @@ def mfu(
         notes.append(
             "`seed` is the convention of our result files and of Gstdioh/llm-zero2all, whose tables we compare with."
         )
-    return Answer(f"Utilisation of {model.name}", CONVENTION, terms, notes)
+    return CalculatorAnswer(f"Utilisation of {model.name}", CONVENTION, terms, notes)
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def zero_bytes(parameters: float, ranks: int, recipe: StateBytes = RECIPES["adam
     return {stage: parameters * each for stage, each in enumerate(per_parameter)}
 
 
-def zero(model: Counted, gpus: int, recipe: str = "adamw") -> Answer:
+def zero(model: Counted, gpus: int, recipe: str = "adamw") -> CalculatorAnswer:
     """What each rank holds of weights, gradients and optimizer states, by ZeRO stage."""
     states = RECIPES[recipe]
     w, g, o = states.weights, states.gradients, states.optimizer
@@ -297,12 +297,12 @@ def zero(model: Counted, gpus: int, recipe: str = "adamw") -> Answer:
         "Bytes of one rank (Rajbhandari et al. 2020), without activations, gathered weights and buffers. "
         "`z2a perf memory` counts those, and the float32 gradients of our trainer."
     )
-    return Answer(f"ZeRO of {model.name}, {recipe}", convention, terms)
+    return CalculatorAnswer(f"ZeRO of {model.name}, {recipe}", convention, terms)
 
 
 def inference(
     model: Counted, seq_len: int | None = None, sequences: int = 1, gpu: Gpu | None = None, cache_value_bytes: float = 2
-) -> Answer:
+) -> CalculatorAnswer:
     """Memory and the least time of generating."""
     seq_len = seq_len or model.seq_len or 2048
     terms = [
@@ -336,10 +336,10 @@ def inference(
         "training; bfloat16 alone takes 2 GB, training with AdamW 16 GB."
     )
     convention = "Forward only: 2 FLOPs per active parameter and token. Memory of all GPUs together."
-    return Answer(f"Generating with {model.name}", convention, terms, [note])
+    return CalculatorAnswer(f"Generating with {model.name}", convention, terms, [note])
 
 
-def roofline(m: int, n: int, k: int, gpu: Gpu, tile: tuple[int, int] = (128, 256)) -> Answer:
+def roofline(m: int, n: int, k: int, gpu: Gpu, tile: tuple[int, int] = (128, 256)) -> CalculatorAnswer:
     """A matmul (m, k) x (k, n) of 16-bit values: its intensity beside the ridge of a device, least time, tiles and
     waves."""
     peak, bandwidth, rate = gpu.peak_flops, gpu.bandwidth, gpu.matmul_flops or gpu.peak_flops
@@ -369,7 +369,7 @@ def roofline(m: int, n: int, k: int, gpu: Gpu, tile: tuple[int, int] = (128, 256
             Term("wave efficiency", cut.wave_efficiency, "share", "tiles / (waves x SMs)"),
             Term("tile efficiency", cut.tile_efficiency, "share", "m n / (tiles x tile)"),
         ]
-    return Answer(
+    return CalculatorAnswer(
         "Roofline",
         "Each operand read once, the result written once; an operation takes at least the larger of "
         "FLOPs / rate and bytes / bandwidth.",

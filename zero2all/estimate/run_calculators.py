@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from zero2all.common.schema import MISSING, Problem
-from zero2all.estimate.answer import Answer, ImpossibleError, Term
+from zero2all.estimate.answer import CalculatorAnswer, ImpossibleError, Term
 from zero2all.estimate.failures import LLAMA3_FAILURES_PER_GPU_HOUR, daly_interval, goodput, young_interval
 from zero2all.estimate.model_calculators import HOW, ONE_GPU, Devices, known_peak, lacking, variants
 from zero2all.estimate.parameters import Counted
@@ -58,7 +58,7 @@ def rule_of_thumb(flops: float) -> float:
 
 def chinchilla(
     flops: float | None = None, params: int | None = None, tokens: int | None = None, law: str = "refit"
-) -> Answer:
+) -> CalculatorAnswer:
     """The best parameters and tokens for a number of FLOPs, and the loss the law predicts."""
     chosen, terms = LAWS[law], []
     if flops is None and params is None:
@@ -86,11 +86,11 @@ def chinchilla(
         f"L = E + A/N^alpha + B/D^beta, C = 6 N D; constants `{law}`: E {chosen.E}, A {chosen.A}, B {chosen.B}, alpha "
         f"{chosen.alpha}, beta {chosen.beta}. Loss of the paper's text and tokenizer, not of yours."
     )
-    return Answer("Chinchilla", convention, terms)
+    return CalculatorAnswer("Chinchilla", convention, terms)
 
 
 @dataclass(frozen=True)
-class Speed:
+class RunSpeed:
     """How fast a run is, in one of three ways; None: not given."""
 
     mfu: float | None = None
@@ -114,12 +114,12 @@ SPEED_FLAGS = ("--mfu", "--tflops", "--tokens-per-second")
 
 def cost(
     model: Counted,
-    speed: Speed,
+    speed: RunSpeed,
     devices: Devices = ONE_GPU,
     tokens: int | None = None,
     seq_len: int | None = None,
     price: float | None = None,
-) -> Answer:
+) -> CalculatorAnswer:
     """How long a run takes and, with the price of a GPU-hour, what it costs."""
     tokens, seq_len, gpus, problems = tokens or model.run_tokens, seq_len or model.seq_len, devices.gpus, []
     if tokens is None:
@@ -157,7 +157,7 @@ def cost(
             Term("cost", hours * price, "USD", f"GPU-hours x {price:g} per hour"),
             Term("cost of a billion tokens", 1e9 * hours * price / tokens, "USD", "cost / tokens"),
         ]
-    return Answer(
+    return CalculatorAnswer(
         f"Time and cost of {model.name}, {tokens:,} tokens on {gpus} GPUs",
         f"Convention `{name}`. --mfu and --tflops mean model FLOPs in that convention, per GPU.",
         terms,
@@ -165,7 +165,7 @@ def cost(
     )
 
 
-def _productive_seconds(speed: Speed, devices: Devices, tokens: int, work: float) -> tuple[float, str]:
+def _productive_seconds(speed: RunSpeed, devices: Devices, tokens: int, work: float) -> tuple[float, str]:
     """Seconds of a run that nothing disturbs, and how they are computed."""
     if speed.tokens_per_second is not None:
         return tokens / speed.tokens_per_second, "tokens / tokens per second"
@@ -186,7 +186,7 @@ def failures(
     save: float = 60.0,
     restart: float = 300.0,
     interval: float | None = None,
-) -> Answer:
+) -> CalculatorAnswer:
     """How often a long run should save, and how much of its time failures leave; all in seconds. `mtbf` None: the rate
     of Llama 3 on so many GPUs."""
     if time is None:
@@ -209,4 +209,4 @@ def failures(
         "Failures come at random; each loses what was computed since the last checkpoint, and a restart. A save stops "
         "training. There are spare nodes, and nothing hangs; `benchmarks/long_run.py` simulates the rest."
     )
-    return Answer("Failures of a long run", convention, terms)
+    return CalculatorAnswer("Failures of a long run", convention, terms)

@@ -37,7 +37,7 @@ def filled(m: int, n: int, multiprocessors: int) -> float:
 
 
 @dataclass(frozen=True)
-class Rule:
+class SizingRule:
     """One sizing rule."""
 
     number: int
@@ -46,36 +46,36 @@ class Rule:
 
 
 RULES = (
-    Rule(
+    SizingRule(
         1,
         "The vocabulary is a multiple of 64 t; of 128 t on Hopper and newer.",
         "The head is the largest product. With 64,321 columns instead of 64,320 it was five to seven times slower on "
         "an H200, because rows that do not start at multiples of 16 bytes cannot be loaded as blocks.",
     ),
-    Rule(
+    SizingRule(
         2,
         "The micro-batch b is as large as memory allows, and b s fills whole waves.",
         "b s is a side of every result. More tokens make more blocks, so that the idle rest of the last wave is a "
         "smaller share; and they read each weight once for more work.",
     ),
-    Rule(
+    SizingRule(
         3,
         "b s, the head width h / a, h / t and f / t are multiples of 64 values of 16 bits (128 bytes).",
         "A tile is a multiple of that in each direction, also along the sum; what is left over is computed and thrown "
         "away. More than 64 brings nothing.",
     ),
-    Rule(
+    SizingRule(
         4,
         "Heads and kv heads are multiples of t, and b a / t is whole.",
         "Each rank attends with whole heads. Where they cannot be divided, a run does not start, or copies kv heads.",
     ),
-    Rule(
+    SizingRule(
         5,
         "t is as small as possible.",
         "Tensor ranks exchange activations in every layer and cut every product into smaller ones. A product still "
         "takes longer than its exchange while t is below f x bytes/s of the link / FLOP/s.",
     ),
-    Rule(
+    SizingRule(
         6,
         "The layers are a multiple of the pipeline stages p.",
         "All stages wait for the one with the most layers.",
@@ -107,7 +107,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ShapeFinding:
     """One size against one rule."""
 
     rule: int
@@ -118,7 +118,7 @@ class Finding:
     nearest: str = ""  # the nearest value that keeps it; empty where it is kept
 
 
-def check_shape(shape: Shape, machine: Machine) -> list[Finding]:
+def check_shape(shape: Shape, machine: Machine) -> list[ShapeFinding]:
     """Every size against its rule, in the order of the rules."""
     return [
         _vocabulary(shape, machine),
@@ -130,7 +130,7 @@ def check_shape(shape: Shape, machine: Machine) -> list[Finding]:
     ]
 
 
-def _vocabulary(shape: Shape, machine: Machine) -> Finding:
+def _vocabulary(shape: Shape, machine: Machine) -> ShapeFinding:
     model, ranks = shape.model, shape.tensor
     is_hopper = "float8" in machine.peak_flops  # Hopper was the first to multiply 8-bit floats
     multiple = (128 if is_hopper else 64) * ranks
@@ -154,10 +154,10 @@ def pass_efficiency(shape: Shape, samples: int, multiprocessors: int) -> float:
     return needed / done
 
 
-def _micro_batch(shape: Shape, machine: Machine) -> Finding:
+def _micro_batch(shape: Shape, machine: Machine) -> ShapeFinding:
     value, what = f"{shape.samples} x {shape.seq_len:,}", "train.micro_batch_samples"
     if not machine.multiprocessors:
-        return Finding(2, what, value, True, "a CPU has no waves")
+        return ShapeFinding(2, what, value, True, "a CPU has no waves")
     efficiency = pass_efficiency(shape, shape.samples, machine.multiprocessors)
     says = f"{100 * efficiency:.1f} % of the waves of a block's products are filled ({machine.multiprocessors} SMs)"
     others = sorted(range(1, 8 * shape.samples + 1), key=lambda each: (abs(each - shape.samples), -each))
@@ -167,7 +167,7 @@ def _micro_batch(shape: Shape, machine: Machine) -> Finding:
     return _finding(2, what, value, efficiency >= FULL_ENOUGH, says, words)
 
 
-def _widths(shape: Shape) -> list[Finding]:
+def _widths(shape: Shape) -> list[ShapeFinding]:
     model, ranks, multiple = shape.model, shape.tensor, shape.multiple
     sizes = [
         ("data.seq_len", shape.seq_len, shape.tokens, 1, "b s"),
@@ -189,7 +189,7 @@ def _widths(shape: Shape) -> list[Finding]:
     return found
 
 
-def _heads(shape: Shape) -> list[Finding]:
+def _heads(shape: Shape) -> list[ShapeFinding]:
     heads, kv, ranks = shape.model.heads, shape.model.kv_heads, shape.tensor
     nearest = f"parallel.tensor {nearest_divisor(math.gcd(heads, kv), ranks)}"
     is_copied = shape.copies_kv_heads and ranks % kv == 0
@@ -206,12 +206,12 @@ def nearest_divisor(number: int, wanted: int) -> int:
     return min(divisors, key=lambda each: (abs(each - wanted), each))
 
 
-def _tensor_ranks(shape: Shape, machine: Machine) -> Finding:
+def _tensor_ranks(shape: Shape, machine: Machine) -> ShapeFinding:
     ranks, what = shape.tensor, "parallel.tensor"
     if ranks == 1:
-        return Finding(5, what, "1", True, "no activations are exchanged")
+        return ShapeFinding(5, what, "1", True, "no activations are exchanged")
     if not machine.links:
-        return Finding(5, what, f"{ranks}", False, f"{machine.name} has no link between GPUs", "1")
+        return ShapeFinding(5, what, f"{ranks}", False, f"{machine.name} has no link between GPUs", "1")
     inner = shape.model.moe.expert_size if shape.model.moe.experts else shape.model.intermediate_size
     link = machine.links[0]
     most = inner * link.bytes_per_second / machine.rate_of("bfloat16")
@@ -224,12 +224,12 @@ def _tensor_ranks(shape: Shape, machine: Machine) -> Finding:
     return _finding(5, what, f"{ranks}", is_kept, says, f"{max(fits, default=1)}")
 
 
-def _layers(shape: Shape) -> Finding:
+def _layers(shape: Shape) -> ShapeFinding:
     layers, stages = shape.model.layers, shape.stages
     nearest = max(1, round(layers / stages)) * stages
     says = f"{layers / stages:g} a stage" + ("" if stages == 1 else f", {stages} stages")
     return _finding(6, "model.layers", f"{layers}", layers % stages == 0, says, f"{nearest}")
 
 
-def _finding(rule: int, what: str, value: str, is_kept: bool, says: str, nearest: str) -> Finding:
-    return Finding(rule, what, value, is_kept, says, "" if is_kept else nearest)
+def _finding(rule: int, what: str, value: str, is_kept: bool, says: str, nearest: str) -> ShapeFinding:
+    return ShapeFinding(rule, what, value, is_kept, says, "" if is_kept else nearest)

@@ -30,7 +30,7 @@ from zero2all.estimate.communication import Transfer, communication_per_step
 from zero2all.estimate.floors import linear_shapes, operator_work, optimizer_work
 from zero2all.estimate.flops import WHOLE_FORWARD, flops_per_token, recomputed_blocks, stopped_blocks
 from zero2all.estimate.local_model import HeldStage, expert_values
-from zero2all.estimate.machine import Kind, Link, Machine
+from zero2all.estimate.machine import GpuLink, Kind, Machine
 from zero2all.estimate.memory_settings import WIDTHS, MemorySettings
 from zero2all.model.config import ModelConfig, parameter_counts
 
@@ -83,7 +83,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """One line of a step, in seconds of the whole step."""
 
     name: str
@@ -100,7 +100,7 @@ class Part:
 class StepTime:
     """The time of a step."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     tokens: int  # of the whole step, in all processes
     processes: int
     flops: Mapping[str, float]  # model FLOPs of the step by convention
@@ -448,13 +448,13 @@ def _clock_factor(model: ModelConfig, settings: MemorySettings, machine: Machine
     return machine.clock_factor(a_pass.matmul * settings.passes, a_pass.attention * settings.passes, whole)
 
 
-def _computed(name: str, cost: Cost, doubt: float) -> Part:
-    return Part(name, cost.least, cost.seconds, cost.seconds / SLOWEST, cost.flops, cost.bytes, 0.0, doubt)
+def _computed(name: str, cost: Cost, doubt: float) -> StepPart:
+    return StepPart(name, cost.least, cost.seconds, cost.seconds / SLOWEST, cost.flops, cost.bytes, 0.0, doubt)
 
 
-def _waiting(name: str, seconds: float, least: float = 0.0, hidden: float = 0.0, sent: float = 0.0) -> Part:
+def _waiting(name: str, seconds: float, least: float = 0.0, hidden: float = 0.0, sent: float = 0.0) -> StepPart:
     upper = (seconds + hidden) / SLOWEST
-    return Part(name, min(least, seconds), seconds, upper, 0.0, sent, hidden, DOUBT_OF_WAITING)
+    return StepPart(name, min(least, seconds), seconds, upper, 0.0, sent, hidden, DOUBT_OF_WAITING)
 
 
 @dataclass(frozen=True)
@@ -477,7 +477,7 @@ class _Windows:
         return most * self.device if transfer.hidden_by else 0.0
 
 
-def axis_link(settings: MemorySettings, machine: Machine, axis: str, ranks: int) -> Link:
+def axis_link(settings: MemorySettings, machine: Machine, axis: str, ranks: int) -> GpuLink:
     """What the processes of an axis talk over. Numbers count along tensor first, then context, shard, replicate and
     pipeline (`zero2all.parallel.mesh`); experts are spread over the innermost."""
     strides = {"tensor": 1, "expert": 1, "context": settings.tensor, "shard": settings.tensor * settings.context}
@@ -509,9 +509,9 @@ def transfer_calls(transfer: Transfer, model: ModelConfig, settings: MemorySetti
     return 1.0
 
 
-def _communication(model: ModelConfig, settings: MemorySettings, machine: Machine, windows: _Windows) -> list[Part]:
+def _communication(model: ModelConfig, settings: MemorySettings, machine: Machine, windows: _Windows) -> list[StepPart]:
     """One part for each axis."""
-    found: dict[str, Part] = {}
+    found: dict[str, StepPart] = {}
     for transfer in communication_per_step(model, settings):
         link = axis_link(settings, machine, transfer.axis, transfer.ranks)
         calls = transfer_calls(transfer, model, settings)
@@ -525,7 +525,7 @@ def _communication(model: ModelConfig, settings: MemorySettings, machine: Machin
     return list(found.values())
 
 
-def _joined(first: Part, second: Part) -> Part:
+def _joined(first: StepPart, second: StepPart) -> StepPart:
     names = ("lower", "estimate", "upper", "bytes", "hidden")
     return dataclasses.replace(first, **{name: getattr(first, name) + getattr(second, name) for name in names})
 
@@ -540,7 +540,7 @@ def owned_values(model: ModelConfig, settings: MemorySettings) -> float:
     return dense / settings.shard + experts / max(1, settings.expert_shard)
 
 
-def _update(model: ModelConfig, settings: MemorySettings, machine: Machine, doubt: float) -> list[Part]:
+def _update(model: ModelConfig, settings: MemorySettings, machine: Machine, doubt: float) -> list[StepPart]:
     """Norm, update and clearing on the device; or copies, and the update on the host, piece by piece."""
     values = owned_values(model, settings)
     price = _Prices(machine, settings)
@@ -563,7 +563,7 @@ def queueing_seconds(settings: MemorySettings, machine: Machine, layers: int) ->
     return machine.host_op_seconds * HOST_OPS_PER_BLOCK * layers * (1 + again)
 
 
-def _host(settings: MemorySettings, machine: Machine, device: float, layers: int, cuda_graph: bool) -> list[Part]:
+def _host(settings: MemorySettings, machine: Machine, device: float, layers: int, cuda_graph: bool) -> list[StepPart]:
     """What queueing takes longer than the device."""
     one = queueing_seconds(settings, machine, layers)
     queued = one * (settings.passes if not cuda_graph else 1 if settings.processes > 1 else 0)

@@ -46,7 +46,7 @@ from zero2all.evals.ngrams import (
     stretches,
     units_of,
 )
-from zero2all.packed.pieces import PIECE_BYTES, Document, cut_part, document_batches
+from zero2all.packed.pieces import PIECE_BYTES, UnencodedDocument, cut_part, document_batches
 from zero2all.packed.shard_format import NO_GID
 
 REPORT_NAME = "contamination.json"
@@ -200,7 +200,7 @@ class ScanTask:
     """Where the hashes lie."""
 
 
-class Found(NamedTuple):
+class GramMatches(NamedTuple):
     """What a piece of the corpus holds of the grams of one key."""
 
     grams: np.ndarray
@@ -263,7 +263,7 @@ _kept_matchers: dict[Path, tuple[list[Matcher], dict[GramKey, dict[int, list[Fol
 """Of this process: making the filters takes longer than a small piece."""
 
 
-def scan_piece(task: ScanTask) -> dict[GramKey, Found]:
+def scan_piece(task: ScanTask) -> dict[GramKey, GramMatches]:
     """Look for all grams in some documents."""
     matchers, following = _matchers(task.grams)
     hits: dict[GramKey, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -286,7 +286,7 @@ def scan_piece(task: ScanTask) -> dict[GramKey, Found]:
     return {key: _counted(found) for key, found in hits.items() if any(len(grams) for grams, _ in found)}
 
 
-def _groups(batch: Sequence[Document]) -> Iterator[tuple[list[str], np.ndarray]]:
+def _groups(batch: Sequence[UnencodedDocument]) -> Iterator[tuple[list[str], np.ndarray]]:
     """The documents in groups of about STRETCH_CHARACTERS, long ones in stretches; and the gid of each text."""
     texts: list[str] = []
     gids: list[int] = []
@@ -303,12 +303,12 @@ def _groups(batch: Sequence[Document]) -> Iterator[tuple[list[str], np.ndarray]]
         yield texts, np.array(gids, np.uint64)
 
 
-def _counted(found: list[tuple[np.ndarray, np.ndarray]]) -> Found:
+def _counted(found: list[tuple[np.ndarray, np.ndarray]]) -> GramMatches:
     pairs = np.stack([np.concatenate([part[side].astype(np.uint64) for part in found]) for side in (0, 1)])
     pairs = pairs[:, np.lexsort(pairs[::-1])]
     is_new = np.concatenate([[True], (np.diff(pairs.astype(np.int64), axis=1) != 0).any(axis=0)])
     grams, starts, counts = np.unique(pairs[0, is_new], return_index=True, return_counts=True)
-    return Found(grams.astype(np.int64), counts, pairs[1, is_new][starts])
+    return GramMatches(grams.astype(np.int64), counts, pairs[1, is_new][starts])
 
 
 def _matchers(folder: Path) -> tuple[list[Matcher], dict[GramKey, dict[int, list[Following]]]]:

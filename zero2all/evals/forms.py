@@ -42,7 +42,7 @@ WORDINGS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptedItem:
     """One item made into a prompt with texts that may follow."""
 
     item: Item
@@ -62,36 +62,38 @@ def wording_of(item: Item) -> Wording:
 # ---- the forms ----------------------------------------------------------------------------------------------
 
 
-def cloze(item: Item, shots: Sequence[Item]) -> Asked:
+def cloze(item: Item, shots: Sequence[Item]) -> PromptedItem:
     """The text of each choice after the question."""
     if item.shape == BLANK:  # what follows the blank is scored: the same text after each choice
         before, after = item.question.split("_")
         beginning = _joined(shots, _solved)
-        return Asked(
+        return PromptedItem(
             item, tuple(Question(beginning + before + choice, (after,)) for choice in item.choices), None, False
         )
     if item.shape == SENTENCE:
-        return Asked(item, (Question("", item.choices),), None, False)
+        return PromptedItem(item, (Question("", item.choices),), None, False)
     question = Question(_joined(shots, _solved) + _open(item), tuple(_after(item, choice) for choice in item.choices))
     nothing = None if item.shape == CONTINUE else Question(wording_of(item).answer, question.continuations)
-    return Asked(item, (question,), nothing)
+    return PromptedItem(item, (question,), nothing)
 
 
-def choice(item: Item, shots: Sequence[Item], labels: str = LABELS) -> Asked:
+def choice(item: Item, shots: Sequence[Item], labels: str = LABELS) -> PromptedItem:
     """The label of each choice, after the question and all choices. The labels share the prompt, so an item costs one
     pass over it."""
     prompt = _joined(shots, lambda shot: _labelled(shot, labels) + _label_after(shot, shot.gold or 0, labels))
     continuations = tuple(_label_after(item, number, labels) for number in range(len(item.choices)))
-    return Asked(item, (Question(prompt + _labelled(item, labels), continuations),), None, False)
+    return PromptedItem(item, (Question(prompt + _labelled(item, labels), continuations),), None, False)
 
 
-def gold(item: Item, shots: Sequence[Item]) -> Asked:
+def gold(item: Item, shots: Sequence[Item]) -> PromptedItem:
     """The right answer alone, after the question."""
     if item.shape in (BLANK, SENTENCE):
         asked = cloze(item, shots)
         right = asked.questions[item.gold or 0] if item.shape == BLANK else Question("", (item.answer,))
-        return Asked(item, (right,), None, False)
-    return Asked(item, (Question(_joined(shots, _solved) + _open(item), (_after(item, item.answer),)),), None, False)
+        return PromptedItem(item, (right,), None, False)
+    return PromptedItem(
+        item, (Question(_joined(shots, _solved) + _open(item), (_after(item, item.answer),)),), None, False
+    )
 
 
 @dataclass(frozen=True)

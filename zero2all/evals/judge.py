@@ -19,9 +19,9 @@ from typing import Any
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress
 from zero2all.evals import forms as ways
-from zero2all.evals.forms import Asked, Writing
+from zero2all.evals.forms import PromptedItem, Writing
 from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, Item, Task, check_forms
-from zero2all.evals.sandbox import Limits, run_program
+from zero2all.evals.sandbox import SandboxLimits, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.text import TextRequest, complete, engine_request
@@ -129,7 +129,7 @@ def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = 
     check_forms(options.forms)
     results = []
     for task in tasks:
-        asking = _Asking(engine, task, options)
+        asking = _TaskJudge(engine, task, options)
         for form in FORMS:
             if form in task.forms and (options.forms is None or form in options.forms):
                 results += asking.ask(form)
@@ -199,7 +199,7 @@ def limited(task: str, items: Sequence[Item], limit: int | None, seed: int) -> l
     return [items[place] for place in sorted(random.Random(f"{seed} {task}").sample(range(len(items)), limit))]
 
 
-class _Asking:
+class _TaskJudge:
     """One task, asked of one model."""
 
     def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
@@ -296,8 +296,8 @@ class _Asking:
     # ---- the model ---------------------------------------------------------------------------------------------
 
     def _scored(
-        self, asked: Sequence[Asked], left_out: _LeftOut
-    ) -> list[tuple[Asked, list[Scored], list[Scored] | None]]:
+        self, asked: Sequence[PromptedItem], left_out: _LeftOut
+    ) -> list[tuple[PromptedItem, list[Scored], list[Scored] | None]]:
         """Of each item that could be scored, its continuations, and those after a prompt that says nothing."""
         questions: list[Question] = []
         for each in asked:
@@ -342,7 +342,7 @@ class _Asking:
             chance = 1 / len(item.choices) if has_label else 0.0
             return ItemResult(item.id, ways.is_right(item, text, self.labels), written=text, chance=chance)
         program = f"{item.question}{text}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
-        outcome = run_program(program, Limits())
+        outcome = run_program(program, SandboxLimits())
         return ItemResult(item.id, outcome == "passed", written=text, note=outcome)
 
     def _result(self, form: str, judged: list[ItemResult], left_out: _LeftOut) -> FormResult:
@@ -394,11 +394,11 @@ def _reason(words: str) -> str:
     return EMPTY_CONTINUATION if "empty" in words else words
 
 
-def _continuations(asked: Asked) -> list[str]:
+def _continuations(asked: PromptedItem) -> list[str]:
     return [text for question in asked.questions for text in question.continuations]
 
 
-def _of_gold(asked: Asked, scored: Sequence[Scored]) -> tuple[float, int, bool]:
+def _of_gold(asked: PromptedItem, scored: Sequence[Scored]) -> tuple[float, int, bool]:
     """Bits and bytes of the right answer, and whether a token spans the border."""
     place = (asked.item.gold or 0) if len(scored) > 1 else 0
     spans = any(each.spans_border for each in scored)

@@ -46,7 +46,7 @@ class ProbeResult:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeResults:
     """The results of some probes, and why others have none."""
 
     results: list[ProbeResult]
@@ -54,7 +54,7 @@ class Asked:
     """By the id of the probe."""
 
 
-def run_probes(engine: Engine, probes: list[Probe]) -> Asked:
+def run_probes(engine: Engine, probes: list[Probe]) -> ProbeResults:
     """Ask them all: every answer of every probe is scored in one batch, then all are written in another."""
     with progress("probes", total=2 * len(probes), unit="question") as bar:
         questions = [Question(probe.prompt, (*probe.right, *probe.wrong)) for probe in probes]
@@ -63,7 +63,7 @@ def run_probes(engine: Engine, probes: list[Probe]) -> Asked:
         bar.advance(len(skipped))
         scores = [(probe, scored) for probe, scored in found if not isinstance(scored, str)]
         written = _greedy_answers(engine, [probe for probe, _ in scores], bar)
-    return Asked([_result(*each, text) for each, text in zip(scores, written, strict=True)], skipped)
+    return ProbeResults([_result(*each, text) for each, text in zip(scores, written, strict=True)], skipped)
 
 
 def _result(probe: Probe, scored: list[Scored], written: str) -> ProbeResult:
@@ -96,7 +96,7 @@ def _share(right: float, wrong: float) -> float:
     return 1 / (1 + math.exp(min(700.0, wrong - right)))
 
 
-def summarize(asked: Asked) -> dict[str, Any]:
+def summarize(asked: ProbeResults) -> dict[str, Any]:
     """Means by channel and group, with intervals; those at the top are over the probes that count."""
     results = asked.results
     channels: dict[str, Any] = {}

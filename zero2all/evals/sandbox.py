@@ -1,6 +1,6 @@
 """Runs a program that a model wrote, so that it harms nothing: limits on time, memory, files, processes and network.
 
-    run_program("assert 1 + 1 == 2", Limits())  # -> passed
+    run_program("assert 1 + 1 == 2", SandboxLimits())  # -> passed
 
 The program runs in a Python of its own (`sandbox_child.py` says what is refused there, and by whom), with an empty
 environment, in an empty temporary folder, in a session of its own that is killed when its time is up. What comes back
@@ -36,7 +36,7 @@ OUTCOMES = {"passed", "out of memory", "out of time", "ended early", *(f"failed:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What a program may use."""
 
     seconds: float = 5.0
@@ -45,7 +45,7 @@ class Limits:
     memory_bytes: int = 1 << 30
 
 
-def run_program(program: str, limits: Limits, without: Collection[str] = ()) -> str:
+def run_program(program: str, limits: SandboxLimits, without: Collection[str] = ()) -> str:
     """One of OUTCOMES. `without`: protections to do without, as on a machine that has them not, for tests: landlock,
     namespace, seccomp."""
     return _run(program, limits, without)[0]
@@ -54,7 +54,7 @@ def run_program(program: str, limits: Limits, without: Collection[str] = ()) -> 
 def protection(without: Collection[str] = ()) -> dict[str, str]:
     """What keeps a program in on this machine. files: landlock or namespace (the kernel); calls: seccomp (the kernel);
     audit hook (Python, which stops no attacker) in place of what is missing."""
-    _, files, calls = _run("", Limits(seconds=60), without)
+    _, files, calls = _run("", SandboxLimits(seconds=60), without)
     return {"files": files, "calls": calls}
 
 
@@ -63,7 +63,7 @@ def is_isolated(found: dict[str, str]) -> bool:
     return not {"audit hook", "unknown"} & set(found.values())
 
 
-def _run(program: str, limits: Limits, without: Collection[str]) -> tuple[str, str, str]:
+def _run(program: str, limits: SandboxLimits, without: Collection[str]) -> tuple[str, str, str]:
     secret = secrets.token_hex(16)
     given = {
         "program": program.encode("utf-8", "replace").decode(),  # half a surrogate pair cannot be sent

@@ -28,7 +28,7 @@ NAMED_BY = ("task", "rewrite", "name", "form")
 
 
 @dataclass(frozen=True)
-class Kind:
+class ScoreKind:
     """What kind of figure a field is."""
 
     is_better_high: bool
@@ -40,15 +40,15 @@ class Kind:
 
 
 KINDS = {
-    "bits_per_byte": Kind(is_better_high=False),
-    "accuracy": Kind(is_better_high=True, interval="interval", has_chance=True),
-    "share_among_foils": Kind(is_better_high=True, interval="share_interval"),
-    "logprob": Kind(is_better_high=True, interval="logprob_interval"),
-    "nats": Kind(is_better_high=True, only_in="pairs"),
-    "original": Kind(is_better_high=True, only_in="rewrites"),
-    "rewritten": Kind(is_better_high=True, only_in="rewrites"),
-    "gap": Kind(is_better_high=False, interval="gap_interval", only_in="rewrites"),
-    "score": Kind(is_better_high=True),
+    "bits_per_byte": ScoreKind(is_better_high=False),
+    "accuracy": ScoreKind(is_better_high=True, interval="interval", has_chance=True),
+    "share_among_foils": ScoreKind(is_better_high=True, interval="share_interval"),
+    "logprob": ScoreKind(is_better_high=True, interval="logprob_interval"),
+    "nats": ScoreKind(is_better_high=True, only_in="pairs"),
+    "original": ScoreKind(is_better_high=True, only_in="rewrites"),
+    "rewritten": ScoreKind(is_better_high=True, only_in="rewrites"),
+    "gap": ScoreKind(is_better_high=False, interval="gap_interval", only_in="rewrites"),
+    "score": ScoreKind(is_better_high=True),
 }
 
 
@@ -62,7 +62,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ScoreCurve:
     """A score over checkpoints, oldest first."""
 
     name: str
@@ -76,9 +76,9 @@ class Curve:
         return self.name.rpartition("/")[2]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ScoreKind:
         """What kind of figure it is."""
-        return KINDS.get(self.field, Kind(is_better_high=True))
+        return KINDS.get(self.field, ScoreKind(is_better_high=True))
 
 
 def read_reports(run: Path) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def read_reports(run: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda report: int(report["step"]))
 
 
-def curves_of(reports: Sequence[Mapping[str, Any]]) -> list[Curve]:
+def curves_of(reports: Sequence[Mapping[str, Any]]) -> list[ScoreCurve]:
     """Every score of the reports, in the order in which the newest one has them."""
     points: dict[str, list[Point]] = {}
     chances: dict[str, float | None] = {}
@@ -103,7 +103,7 @@ def curves_of(reports: Sequence[Mapping[str, Any]]) -> list[Curve]:
         for name, value, interval, chance in _scores(report):
             points.setdefault(name, []).insert(0, Point(int(report["step"]), value, interval))
             chances.setdefault(name, chance)
-    return [Curve(name, tuple(found), chances[name]) for name, found in points.items()]
+    return [ScoreCurve(name, tuple(found), chances[name]) for name, found in points.items()]
 
 
 def _scores(report: Mapping[str, Any]) -> Iterator[tuple[str, float, tuple[float, float] | None, float | None]]:

@@ -29,7 +29,7 @@ from zero2all.common.files import write_json
 from zero2all.common.language import message
 from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
-from zero2all.evals.scores import Curve, curves_of, read_reports
+from zero2all.evals.scores import ScoreCurve, curves_of, read_reports
 
 SIGNAL, NOISE, CHANCE, TOO_FEW = "carries signal", "noise", "at chance", "too few checkpoints"
 SIGNAL_NAME = "signal.json"
@@ -66,7 +66,7 @@ class Signal:
     signal_to_noise: float | None = None
 
 
-def judge_curves(curves: Sequence[Curve]) -> list[Signal]:
+def judge_curves(curves: Sequence[ScoreCurve]) -> list[Signal]:
     """The verdict on each of them."""
     return [judge_curve(curve) for curve in curves]
 
@@ -99,7 +99,7 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
     return lines
 
 
-def judge_curve(curve: Curve) -> Signal:
+def judge_curve(curve: ScoreCurve) -> Signal:
     """Whether a curve carries signal, and why."""
     points = [point for point in curve.points if np.isfinite(point.value)]
     left_out = len(curve.points) - len(points)
@@ -154,7 +154,7 @@ class _Figures:
     is_flat: bool
 
 
-def _verdict(curve: Curve, found: _Figures) -> tuple[str, str]:
+def _verdict(curve: ScoreCurve, found: _Figures) -> tuple[str, str]:
     """The verdict and its reason."""
     chance, shape, move = curve.chance, found.shape, float(np.ptp(found.shape))
     has_shape = found.p <= LARGEST_P
@@ -177,7 +177,7 @@ def _verdict(curve: Curve, found: _Figures) -> tuple[str, str]:
     return SIGNAL, reason
 
 
-def _least_change(curve: Curve, found: _Figures) -> float:
+def _least_change(curve: ScoreCurve, found: _Figures) -> float:
     """The least change of an accuracy that its items can show: Z95^2, about four, of them in one direction. Half of an
     interval is Z95 * sqrt(mean * (1 - mean) / items)."""
     spread = found.mean * (1 - found.mean)
@@ -186,7 +186,7 @@ def _least_change(curve: Curve, found: _Figures) -> float:
     return found.half_width**2 / spread
 
 
-def _course(curve: Curve, found: _Figures) -> str:
+def _course(curve: ScoreCurve, found: _Figures) -> str:
     """How the shape goes: up, down, or one after the other."""
     shape = found.shape
     first, last = float(shape[0]), float(shape[-1])
@@ -209,7 +209,7 @@ def _course(curve: Curve, found: _Figures) -> str:
     return message(f"{reason}; the model gets worse at it") if is_worse else reason
 
 
-def _half_width(curve: Curve) -> float | None:
+def _half_width(curve: ScoreCurve) -> float | None:
     """Half of the confidence interval, in the mean over the checkpoints that have one."""
     widths = [(point.interval[1] - point.interval[0]) / 2 for point in curve.points if point.interval is not None]
     return float(np.mean(widths)) if widths else None
@@ -240,7 +240,7 @@ def _best_shape(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, floa
     return fitted, float(np.sqrt((off @ off) / max(1, len(values) - parameters))), p
 
 
-class _Search:
+class _ShapeSearch:
     """Looks for shapes in curves over some steps, and knows what it finds where there is none."""
 
     def __init__(self, x: np.ndarray) -> None:
@@ -287,8 +287,8 @@ class _Search:
 
 
 @cache
-def _search_for(x: tuple[float, ...]) -> _Search:
-    return _Search(np.array(x))
+def _search_for(x: tuple[float, ...]) -> _ShapeSearch:
+    return _ShapeSearch(np.array(x))
 
 
 def _bases(x: np.ndarray) -> list[np.ndarray]:

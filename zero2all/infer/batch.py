@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from zero2all.common import jsonio
 from zero2all.common.errors import RunLockedError, UsageError, UserError
 from zero2all.common.files import atomic_file, read_json_object, write_json
-from zero2all.infer.job import Choice
+from zero2all.infer.job import ChosenToken
 from zero2all.infer.prompts import Prompt
 from zero2all.infer.service import Service, Ticket
 from zero2all.infer.text import Piece, TextRequest
@@ -43,7 +43,7 @@ class _Running:
     task: BatchPrompt
     ticket: Ticket
     text: str = ""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[ChosenToken] = field(default_factory=list)
 
 
 def tasks_of(prompts: Sequence[Prompt]) -> list[BatchPrompt]:
@@ -105,7 +105,7 @@ def _result(one: _Running, last: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
     return result
 
 
-def _choice(choice: Choice, tokenizer: Tokenizer) -> dict[str, Any]:
+def _choice(choice: ChosenToken, tokenizer: Tokenizer) -> dict[str, Any]:
     likeliest = [_token(number, logprob, tokenizer) for number, logprob in choice.alternatives]
     return {**_token(choice.id, choice.logprob, tokenizer), "likeliest": likeliest}
 
@@ -151,7 +151,7 @@ def finished(out: Path, job: str) -> int | None:
     )
 
 
-class Results:
+class BatchResults:
     """The results of one job while they are written."""
 
     def __init__(self, out: Path, job: str) -> None:
@@ -165,7 +165,7 @@ class Results:
         self._file = _opened_alone(self._part)
         self._read()
 
-    def __enter__(self) -> Results:
+    def __enter__(self) -> BatchResults:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

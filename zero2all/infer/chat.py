@@ -48,7 +48,7 @@ class ChatPrompt:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChatFormatChoice:
     """What `auto` takes for a model, and why."""
 
     how: str
@@ -66,22 +66,22 @@ def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "
     return _in_frame(_own_frames(loaded) or USUAL_FRAMES, messages)
 
 
-def choose(loaded: LoadedModel) -> Choice:
+def choose(loaded: LoadedModel) -> ChatFormatChoice:
     """What `auto` means for this model."""
     tokenizer = loaded.tokenizer
     if _template_of(loaded) is not None:
-        return Choice("template", "the model came with a chat template")
+        return ChatFormatChoice("template", "the model came with a chat template")
     has_marks = chat_template(tokenizer) is not None
     learned = _learned_conversations(loaded) if has_marks else False
     if learned:
-        return Choice("template", "the run was trained on conversations")
+        return ChatFormatChoice("template", "the run was trained on conversations")
     if _own_frames(loaded):
-        return Choice("frame", "the text that this model was trained on asks in this form")
+        return ChatFormatChoice("frame", "the text that this model was trained on asks in this form")
     if learned is None:
-        return Choice(
+        return ChatFormatChoice(
             "plain", "whether the model was trained on conversations is not known; if it was, switch to `template`"
         )
-    return Choice(
+    return ChatFormatChoice(
         "plain", "this is a base model, which continues your text; /frame sets it out as questions and answers"
     )
 

@@ -27,7 +27,7 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import MOST_PROMPT_ROWS, CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.job import Choice, Job, Request, Scores
+from zero2all.infer.job import ChosenToken, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
 from zero2all.infer.score import LOGITS_AT_ONCE, RowScorer, distributions_after
@@ -555,7 +555,7 @@ class Engine:
                 if numbers is not None and row.request.alternatives is not None:
                     own, values, ids = (each[number] for each in numbers)
                     best = tuple(zip(ids, values, strict=True))[: row.request.alternatives]
-                    row.choices.append(Choice(token, own, best, len(tail)))
+                    row.choices.append(ChosenToken(token, own, best, len(tail)))
             if len(row.new_ids) >= row.request.max_new_tokens or len(row.ids) >= self.max_len:
                 self._end(row, "length")
         return grown

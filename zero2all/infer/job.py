@@ -32,7 +32,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenToken:
     """A token with its log probability, and the likeliest ones at its place."""
 
     id: int
@@ -65,7 +65,7 @@ class Job:
     new_ids: list[int] = field(default_factory=list)
     bytes_before: list[int] = field(default_factory=list)
     """For each new token, how many of its bytes belong to the prompt."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[ChosenToken] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     """For each scored token, how many ids are likelier at its place."""

@@ -32,7 +32,7 @@ class RowScorer:
         wanted_from = [start - 1 for start in starts]
         self._tree = TreeReader(forward, inputs, wanted_from, min(tokens_at_once, MOST_IN_A_PASS))
         self._found = [Scores([], []) for _ in rows]
-        self._unread: list[tuple[list[Stretch], NDArray[np.int64], list[Tensor]]] = []
+        self._unread: list[tuple[list[TokenSpan], NDArray[np.int64], list[Tensor]]] = []
 
     @property
     def share_computed(self) -> float:
@@ -47,7 +47,7 @@ class RowScorer:
         return self._found
 
     @torch.inference_mode()
-    def _visit(self, hidden: Tensor, stretches: list[Stretch]) -> None:
+    def _visit(self, hidden: Tensor, stretches: list[TokenSpan]) -> None:
         if not stretches:
             return
         places = np.concatenate([np.asarray(each.places) for each in stretches])
@@ -94,7 +94,7 @@ def distributions_after(forward: Forward, rows: Sequence[Sequence[int]], tokens_
     """Log probabilities of all ids (V,) after each row."""
     found: dict[int, Tensor] = {}
 
-    def visit(hidden: Tensor, stretches: list[Stretch]) -> None:
+    def visit(hidden: Tensor, stretches: list[TokenSpan]) -> None:
         last = [each.places[-1] for each in stretches]
         if last:
             logprobs = forward.logits(hidden[torch.tensor(last, device=hidden.device)]).log_softmax(dim=-1).cpu()
@@ -128,7 +128,7 @@ Context = tuple[tuple[Tensor, Tensor], ...]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TokenSpan:
     """Where tokens of one row stand in a pass."""
 
     row: int
@@ -137,7 +137,7 @@ class Stretch:
     places: Sequence[int]
 
 
-Visit = Callable[[Tensor, list[Stretch]], None]
+Visit = Callable[[Tensor, list[TokenSpan]], None]
 """(hidden states of a pass (N, C), the wanted tokens of its rows)."""
 
 
@@ -237,10 +237,10 @@ class TreeReader:
             hidden, _ = self._pass(np.concatenate(tokens), np.concatenate(positions), sees, context)
             self._visit(hidden, [each for each in stretches if each.places])
 
-    def _stretch(self, number: int, depth: int, places: Sequence[int]) -> Stretch:
+    def _stretch(self, number: int, depth: int, places: Sequence[int]) -> TokenSpan:
         row = self._order[number]
         skipped = max(0, self._wanted_from[row] - depth)
-        return Stretch(row, depth + skipped, places[skipped:])
+        return TokenSpan(row, depth + skipped, places[skipped:])
 
     def _pass(
         self, tokens: NDArray[np.uint32], positions: NDArray[np.int64], sees: NDArray[np.bool_] | None, context: Context

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zero2all.common.errors import UsageError
 from zero2all.infer.boundary import heal, opening_id
 from zero2all.infer.engine import Engine
-from zero2all.infer.job import Choice, Job, Request
+from zero2all.infer.job import ChosenToken, Job, Request
 from zero2all.infer.sampling import Sampling
 
 MOST_STOPS = 16
@@ -54,7 +54,7 @@ class Piece:
     text: str
     """Whole characters; may be empty; never a part of a stop string."""
     tokens: tuple[int, ...] = ()
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[ChosenToken, ...] = ()
     """One for each token, where log probabilities were asked for."""
     finish: str | None = None
     """In the last piece: stop (the model ended the text, or a stop string came), length, cancelled or error."""

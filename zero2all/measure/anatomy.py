@@ -82,7 +82,7 @@ class Anatomy:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _TimedPiece:
     """A kernel or an operator's own time."""
 
     name: str
@@ -139,7 +139,7 @@ def _group_in(phase: str, group: str) -> str:
     return LOSS if phase == LOSS and group == ELEMENTWISE else group
 
 
-def _summed(kind: str, pieces: list[_Piece], steps: list[Span]) -> Anatomy:
+def _summed(kind: str, pieces: list[_TimedPiece], steps: list[Span]) -> Anatomy:
     seconds = sum(end - start for start, end in steps) / len(steps)
     groups: dict[str, float] = dict.fromkeys(GROUPS, 0.0)
     rows: dict[tuple[str, str], Row] = {}
@@ -163,7 +163,7 @@ def _summed(kind: str, pieces: list[_Piece], steps: list[Span]) -> Anatomy:
 # ---- kernels of a GPU ------------------------------------------------------------------------------------------------
 
 
-def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_Piece]:
+def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_TimedPiece]:
     launched = {
         one["args"]["correlation"]: one["ts"] / 1e6
         for one in events
@@ -190,7 +190,7 @@ def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) 
             operator = operators.get(event.get("args", {}).get("External id"))
             does_it = group == GEMM and "splitk" not in event["name"].lower()  # not what sums the parts of a product up
             flops = product_flops(operator) if operator is not None and does_it else None
-            pieces.append(_Piece(event["name"], group, (start, end), own, flops))
+            pieces.append(_TimedPiece(event["name"], group, (start, end), own, flops))
         covered = _merged([_span(event) for event, _ in level])
     return pieces
 
@@ -220,7 +220,7 @@ def _uncovered(span: Span, covered: list[Span]) -> float:
 # ---- operators of a CPU ----------------------------------------------------------------------------------------------
 
 
-def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_Piece]:
+def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_TimedPiece]:
     """Operators with their own time; the events come by their start, an outer one before those inside it."""
     own: dict[int, float] = {}
     open_ones: dict[Any, list[int]] = defaultdict(list)  # by thread
@@ -240,7 +240,7 @@ def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]
         if _computes(one["name"]):
             span = _span(one)
             group = _group_in(phase_at(span[0]), operator_group(one["name"]))
-            pieces.append(_Piece(one["name"], group, span, max(0.0, seconds), product_flops(one)))
+            pieces.append(_TimedPiece(one["name"], group, span, max(0.0, seconds), product_flops(one)))
     return pieces
 
 

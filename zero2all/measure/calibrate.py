@@ -27,11 +27,11 @@ from zero2all.config import RunConfig
 from zero2all.estimate.floors import optimizer_work
 from zero2all.estimate.flops import peak_flops
 from zero2all.estimate.kernel_groups import ATTENTION, GEMM
-from zero2all.estimate.machine import AttentionTime, Curve, Kind, Machine, Matmul, write_machine
+from zero2all.estimate.machine import AttentionTime, Kind, Machine, Matmul, TimeCurve, write_machine
 from zero2all.estimate.step import HOST_OPS_PER_BLOCK
 from zero2all.measure.calibration.figures import (
     ATTENTION_GRID,
-    Figure,
+    FigureToMeasure,
     Setting,
     attention_figure,
     machine_figures,
@@ -154,7 +154,7 @@ def _measure_all(
     return left, measured
 
 
-def _one(figure: Figure, watch: Stopwatch) -> dict[str, Any]:
+def _one(figure: FigureToMeasure, watch: Stopwatch) -> dict[str, Any]:
     """A figure, or why there is none: one that does not run here must not cost the others."""
     try:
         return figure.measure(watch)
@@ -165,7 +165,7 @@ def _one(figure: Figure, watch: Stopwatch) -> dict[str, Any]:
         return {"failed": f"{type(error).__name__}: {first}"[:300]}
 
 
-def all_figures(settings: list[Setting], store: FigureStore) -> Iterator[Figure]:
+def all_figures(settings: list[Setting], store: FigureStore) -> Iterator[FigureToMeasure]:
     """Everything, the most important first."""
     device, first, known = settings[0].device, settings[0], store.figures
     yield from machine_figures(device, first.dtype)
@@ -330,7 +330,7 @@ def _attention(figures: Figures, taken: Mapping[str, str], factor: float) -> Ite
         yield AttentionTime(**{**value, **at_clock})
 
 
-def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, Curve]:
+def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, TimeCurve]:
     names = dict.fromkeys(name.split("/")[1] for name in figures if name.startswith("operator/"))
     by = {**taken, "adamw": taken["optimizer"], "swiglu": f"{taken['swiglu']}+{taken['linear']}"}
     curves = {}
@@ -345,16 +345,16 @@ def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, Curve]:
     return curves
 
 
-def _with_larger(found: Curve) -> Curve:
+def _with_larger(found: TimeCurve) -> TimeCurve:
     """With points above the last: what a step takes once does not grow, and only the rest is extrapolated."""
     (small, first), (large, last) = found.points[0], found.points[-1]
     if large == small or last <= first:
         return found
     rate = (last - first) / (large - small)
-    return Curve((*found.points, *((times * large, last + rate * (times - 1) * large) for times in LARGER)))
+    return TimeCurve((*found.points, *((times * large, last + rate * (times - 1) * large) for times in LARGER)))
 
 
-def _copies(figures: Figures) -> dict[str, Curve]:
+def _copies(figures: Figures) -> dict[str, TimeCurve]:
     found: dict[str, list[tuple[float, float]]] = {}
     for name, value in figures.items():
         if name.startswith("copy/"):
@@ -362,7 +362,7 @@ def _copies(figures: Figures) -> dict[str, Curve]:
     return {direction: curve(points) for direction, points in found.items()}
 
 
-def curve(points: Any) -> Curve:
+def curve(points: Any) -> TimeCurve:
     """By size; of points of nearly the same size, the mean."""
     merged: list[list[tuple[float, float]]] = []
     for point in sorted(points):
@@ -370,7 +370,7 @@ def curve(points: Any) -> Curve:
             merged[-1].append(point)
         else:
             merged.append([point])
-    return Curve(tuple((group[0][0], sum(seconds for _, seconds in group) / len(group)) for group in merged))
+    return TimeCurve(tuple((group[0][0], sum(seconds for _, seconds in group) / len(group)) for group in merged))
 
 
 def _host_memory() -> float:
@@ -408,7 +408,7 @@ BELIEVABLE = (0.85, 1.3)
 """A factor outside is no clock: a figure is wrong, or the host was too slow."""
 
 
-def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
+def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> FigureToMeasure:
     """Real steps of a config with fewer blocks; `machine` has the profile of all figures that it is the sum of."""
     layers = min(LAYERS, setting.model.layers)
     model = dataclasses.replace(setting.model, layers=layers)
@@ -438,7 +438,7 @@ def anchor_figure(setting: Setting, machine: Callable[[], Machine]) -> Figure:
             )
         return value
 
-    return Figure(f"anchor/{model.hidden_size}-{model.intermediate_size}-{model.moe.experts}/{batch}", run)
+    return FigureToMeasure(f"anchor/{model.hidden_size}-{model.intermediate_size}-{model.moe.experts}/{batch}", run)
 
 
 def clock_factor(value: Mapping[str, float]) -> float:
@@ -447,7 +447,7 @@ def clock_factor(value: Mapping[str, float]) -> float:
     return (value["seconds"] - (value["predicted"] - arithmetic)) / arithmetic
 
 
-def host_figure(setting: Setting) -> Figure:
+def host_figure(setting: Setting) -> FigureToMeasure:
     """What the host takes to queue forward and backward of a block: steps with so few tokens that the device waits."""
     layers = min(LAYERS, setting.model.layers)
     model = dataclasses.replace(setting.model, layers=layers)
@@ -458,15 +458,17 @@ def host_figure(setting: Setting) -> Figure:
         found = measure_steps(config, BatchShape(1, FEW_TOKENS, PASSES), HOST_SECONDS)
         return {"block_seconds": found["step_seconds"] / (PASSES * layers)}
 
-    return Figure("host", run)
+    return FigureToMeasure("host", run)
 
 
-def offload_figures(setting: Setting) -> Iterator[Figure]:
+def offload_figures(setting: Setting) -> Iterator[FigureToMeasure]:
     """The update on the host with its copies, as `parallel.offload: optimizer` makes it: steps with few tokens, which
     wait for nothing else, of a small and of the whole model. AdamW alone would have the host's memory to itself."""
     for layers in dict.fromkeys((min(4, setting.model.layers), setting.model.layers)):
         model = dataclasses.replace(setting.model, layers=layers)
-        yield Figure(f"operator/host_adamw/-/{model.hidden_size}-{layers}", partial(_offloaded, setting, model))
+        yield FigureToMeasure(
+            f"operator/host_adamw/-/{model.hidden_size}-{layers}", partial(_offloaded, setting, model)
+        )
 
 
 def _offloaded(setting: Setting, model: ModelConfig, watch: Stopwatch) -> dict[str, Any]:

@@ -33,7 +33,7 @@ HEADROOM = 0.92
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """Something that costs time or risks the run."""
 
     what: str
@@ -50,7 +50,7 @@ class Explanation:
 
     record: RunRecord
     limit: str
-    findings: list[Finding]
+    findings: list[RunFinding]
 
 
 def explain(record: RunRecord) -> Explanation:
@@ -91,7 +91,7 @@ def limit_of(record: RunRecord) -> str:
 # ---- findings ----
 
 
-def _waiting(record: RunRecord) -> Iterator[Finding]:
+def _waiting(record: RunRecord) -> Iterator[RunFinding]:
     """Parts of a step in which nothing is computed."""
     step = sum(record.parts.values())
     inside = record.account.goodput
@@ -115,10 +115,10 @@ def _waiting(record: RunRecord) -> Iterator[Finding]:
             evidence = f"{1e3 * record.parts[part]:.3g} ms of a step of {1e3 * step:.4g} ms (mean of steady steps)"
             most = share / 2 if part == "bubble" else share
             worth = f"at most {most / (1 - most):.1%} more tokens/s (that part of the step gone)"
-            yield Finding(what, evidence, change, worth, inside * share)
+            yield RunFinding(what, evidence, change, worth, inside * share)
 
 
-def _pauses(record: RunRecord) -> Iterator[Finding]:
+def _pauses(record: RunRecord) -> Iterator[RunFinding]:
     spent, total = record.account.seconds, record.account.total_seconds
     if not total:
         return
@@ -131,23 +131,23 @@ def _pauses(record: RunRecord) -> Iterator[Finding]:
             evidence = f"{spent[cause]:.3g} s of {total:.4g} s"
             if cause == "save":
                 evidence = f"{spent[cause]:.3g} s of {total:.4g} s, {len(record.events('checkpoint'))} saves"
-            yield Finding(name, evidence, change, f"{share / 2:.1%} of the run's time (half of it)", share)
+            yield RunFinding(name, evidence, change, f"{share / 2:.1%} of the run's time (half of it)", share)
     starting = spent["start"] + spent["load"]
     share = starting / total
     if share >= 0.05:
         evidence = f"{starting:.3g} s in {record.account.starts} starts, of {total:.4g} s"
         longer = "start less often; in a longer run this share shrinks by itself"
-        yield Finding("starting", evidence, longer, f"at most {share:.1%} of the run's time", share)
+        yield RunFinding("starting", evidence, longer, f"at most {share:.1%} of the run's time", share)
     failed = record.events("checkpoint_failed")
     if failed:
         problem = str(failed[-1].data.get("problem"))
         tried = len(failed) + len(record.events("checkpoint"))
         evidence = f"{len(failed)} of {tried} saves failed, the last: {problem}"
         change = "remove the cause: a crash now loses all since"
-        yield Finding("saves that failed", evidence, change, "the run itself", is_urgent=True)
+        yield RunFinding("saves that failed", evidence, change, "the run itself", is_urgent=True)
 
 
-def _interruptions(record: RunRecord) -> Iterator[Finding]:
+def _interruptions(record: RunRecord) -> Iterator[RunFinding]:
     """Restarts and rollbacks: what they cost, and whether the checkpoint interval suits them."""
     account = record.account
     total, restarts, rollbacks = account.total_seconds, account.interruptions, record.events("rollback")
@@ -170,7 +170,7 @@ def _interruptions(record: RunRecord) -> Iterator[Finding]:
                 worth = (
                     f"{gain:.1%} of the time (Daly: a save stalls {stall:.3g} s, {mean:.3g} s between interruptions)"
                 )
-        yield Finding("interruptions", evidence, change, worth, share)
+        yield RunFinding("interruptions", evidence, change, worth, share)
     skipped = record.events("skip")
     spikes = record.events("spike")
     if skipped or spikes:
@@ -180,7 +180,7 @@ def _interruptions(record: RunRecord) -> Iterator[Finding]:
         cost = (len(skipped) + back) * seconds
         words = f"{cost:.3g} s of steps whose updates were dropped (steps x their median time)"
         share = cost / total if total else 0.0
-        yield Finding("loss spikes", evidence, "look at the documents in the run's incident pages", words, share)
+        yield RunFinding("loss spikes", evidence, "look at the documents in the run's incident pages", words, share)
 
 
 def _saves(record: RunRecord) -> tuple[float, float]:
@@ -193,7 +193,7 @@ def _saves(record: RunRecord) -> tuple[float, float]:
     return float(np.median(apart) * np.median(record.step_seconds.value)), float(np.median(stalls))
 
 
-def _uneven(record: RunRecord) -> Iterator[Finding]:
+def _uneven(record: RunRecord) -> Iterator[RunFinding]:
     """Speed that drifts, and single slow steps."""
     speeds = record.steady_values("tokens_per_second")
     quarter = len(speeds) // 4
@@ -206,7 +206,7 @@ def _uneven(record: RunRecord) -> Iterator[Finding]:
             worth = f"{-drift:.1%} of the last quarter's speed"
             change = "look at what else ran on the machine, its clocks and its temperature (`z2a doctor`)"
             usual = len(speeds) / float((1.0 / speeds).sum())  # tokens / seconds of all steps
-            yield Finding("speed falls over the run", evidence, change, worth, max(0.0, 1.0 - usual / first.value))
+            yield RunFinding("speed falls over the run", evidence, change, worth, max(0.0, 1.0 - usual / first.value))
     seconds = record.step_seconds.value[record.steady]
     if len(seconds) >= 20:
         median = float(np.median(seconds))
@@ -217,12 +217,12 @@ def _uneven(record: RunRecord) -> Iterator[Finding]:
                 f"{len(slow)} of {len(seconds)} steps took more than {OUTLIER} x the median of {1e3 * median:.4g} ms"
             )
             worth = f"{share:.1%} of the time of steps (what they took beyond the median)"
-            yield Finding(
+            yield RunFinding(
                 "single slow steps", evidence, "find what disturbs: other jobs, disk, stragglers", worth, share
             )
 
 
-def _memory(record: RunRecord) -> Iterator[Finding]:
+def _memory(record: RunRecord) -> Iterator[RunFinding]:
     """A card too full, fragmented, or half empty."""
     peak, reserved, card = record.memory("peak"), record.memory("reserved"), record.card_bytes
     if peak is None or card is None:
@@ -231,20 +231,20 @@ def _memory(record: RunRecord) -> Iterator[Finding]:
     figures = f"peak {peak / GIB:.1f} GiB allocated, {reserved / GIB:.1f} GiB reserved, card {card / GIB:.1f} GiB"
     if reserved > FULL * card:
         change = f"free {(reserved - HEADROOM * card) / GIB:.1f} GiB: a smaller micro-batch or recompute"
-        yield Finding("memory is nearly full", figures, change, "the run does not end out of memory", is_urgent=True)
+        yield RunFinding("memory is nearly full", figures, change, "the run does not end out of memory", is_urgent=True)
     if reserved - peak > 0.1 * card:
         is_on = record.config is None or record.config.parallel.expandable_segments
         change = (
             "fewer shapes of passes (lengths, evaluation batches)" if is_on else "parallel.expandable_segments true"
         )
-        yield Finding("fragmented memory", figures, change, f"{(reserved - peak) / GIB:.1f} GiB")
+        yield RunFinding("fragmented memory", figures, change, f"{(reserved - peak) / GIB:.1f} GiB")
     if reserved < ROOMY * card:
         change = "larger micro-batches, or less recomputation: `z2a perf plan CONFIG --gpus N` says which is fastest"
         again = _recomputed_share(record)
         worth = "the record does not tell the gain: `z2a perf predict CONFIG --verify` measures it"
         if again > 0:
             worth = f"at most {again / (1 + again):.1%} of the passes, which are computed twice"
-        yield Finding("memory is free", figures, change, worth)
+        yield RunFinding("memory is free", figures, change, worth)
 
 
 def _recomputed_share(record: RunRecord) -> float:
@@ -253,10 +253,10 @@ def _recomputed_share(record: RunRecord) -> float:
     return float(np.median(hfu) / np.median(mfu) - 1.0) if len(mfu) and len(hfu) else 0.0
 
 
-def _padding(record: RunRecord) -> Iterator[Finding]:
+def _padding(record: RunRecord) -> Iterator[RunFinding]:
     share = record.padding_share
     if share is not None and share >= 0.02:
-        yield Finding(
+        yield RunFinding(
             "padding",
             f"{share:.1%} of the token slots of the packed rows are padding",
             "data.packing concat, or a longer data.seq_len",

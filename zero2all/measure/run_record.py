@@ -31,7 +31,7 @@ COMPUTE_PARTS = ("forward", "loss", "backward")
 
 
 @dataclass(frozen=True)
-class Figure:
+class ValueWithError:
     """A mean or median, and the standard error of it, from blocks of consecutive rows: neighbours are alike."""
 
     value: float
@@ -90,7 +90,7 @@ class RunRecord:
         return {name: float(values.mean()) for name, values in found.items() if len(values)}
 
     @cached_property
-    def speed(self) -> Figure | None:
+    def speed(self) -> ValueWithError | None:
         """Tokens per second of all processes, in steady steps; None when there are none."""
         values = self.steady_values("tokens_per_second")
         return figure_of(values) if len(values) else None
@@ -193,11 +193,11 @@ def _gaps(record: RunRecord, has_start: bool) -> list[str]:
     return [gap for gap, is_there in gaps.items() if is_there]
 
 
-def figure_of(values: Floats) -> Figure:
+def figure_of(values: Floats) -> ValueWithError:
     """The median, and its error: from the medians of consecutive blocks, as ratios, so that a time and a speed have the
     same relative error."""
     middle = float(np.median(values))
     blocks = [float(np.median(block)) for block in np.array_split(values, min(BLOCKS, len(values)))]
     if len(blocks) < 3 or min(blocks) <= 0:
-        return Figure(middle, math.nan)
-    return Figure(middle, middle * float(np.std(np.log(blocks), ddof=1)) / math.sqrt(len(blocks)))
+        return ValueWithError(middle, math.nan)
+    return ValueWithError(middle, middle * float(np.std(np.log(blocks), ddof=1)) / math.sqrt(len(blocks)))

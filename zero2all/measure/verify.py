@@ -20,7 +20,7 @@ from zero2all.measure.child import MEASURED, run_child
 from zero2all.measure.machine_profiles import named_machine, profile_key, profile_path
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.predict.batch import BatchShape, load_measured_config
-from zero2all.predict.layout_search import Candidate, LayoutPlan, config_of
+from zero2all.predict.layout_search import LayoutCandidate, LayoutPlan, config_of
 from zero2all.predict.step_prediction import Prediction, check_asked, operators_for, predict
 
 MILLISECONDS = 1e3
@@ -34,7 +34,7 @@ STEP, MEMORY = "step", "memory"
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedPrediction:
     """A prediction and how it ended."""
 
     prediction: Prediction
@@ -58,7 +58,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PredictionTarget:
     """The machine that a prediction is for: a cluster by name, the profile in a file, or (neither) this machine."""
 
     cluster: str | None = None
@@ -68,7 +68,7 @@ class Asked:
     """Of a GPU for an hour; None: the one of the data sheet."""
 
 
-HERE = Asked()
+HERE = PredictionTarget()
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ShortRun:
 
 
 def prediction_for(
-    config: RunConfig, batch: BatchShape | None, asked: Asked = HERE, runs_here: bool = False
+    config: RunConfig, batch: BatchShape | None, asked: PredictionTarget = HERE, runs_here: bool = False
 ) -> Prediction:
     """What `runs_here` needs a profile of this machine. `batch`: of each process of the batch axes; None: its share of
     the config's."""
@@ -98,7 +98,7 @@ def prediction_for(
     return predict(config, batch, machine, ops, sizes)
 
 
-def verify(source: str, overrides: list[str], run: ShortRun, asked: Asked = HERE) -> Verified:
+def verify(source: str, overrides: list[str], run: ShortRun, asked: PredictionTarget = HERE) -> VerifiedPrediction:
     """Predict and run."""
     if asked.cluster is not None or asked.gpus != 1:
         raise UsageError("--verify runs steps in one process of this machine: leave --cluster and --gpus out.")
@@ -110,7 +110,7 @@ def verify(source: str, overrides: list[str], run: ShortRun, asked: Asked = HERE
         torch.cuda.empty_cache()
     seconds = prediction.step.estimate
     say(f"verify: {seconds:.4g} s a step are predicted; real steps follow, for at most {run.timeout:g} s")
-    return Verified(prediction, run_apart(source, overrides, run))
+    return VerifiedPrediction(prediction, run_apart(source, overrides, run))
 
 
 def run_apart(source: str, overrides: list[str], run: ShortRun) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def run_apart(source: str, overrides: list[str], run: ShortRun) -> dict[str, Any
     return run_child(words, overrides, run.timeout)
 
 
-def comparison(verified: Verified) -> list[list[str]]:
+def comparison(verified: VerifiedPrediction) -> list[list[str]]:
     """Predicted, measured and error, of the step, of its components and of the memory."""
     pairs, found = verified.pairs(), verified.measured
     step, memory = pairs.pop(STEP), pairs.pop(MEMORY)
@@ -158,7 +158,7 @@ def measure_candidates(plan: LayoutPlan, count: int, seconds: float, timeout: fl
             f"--measure runs steps in one process on one GPU, but --gpus is {plan.gpus}. Write the config of the best "
             f"with --out and run `z2a train` for a few steps instead."
         )
-    measured: list[Candidate] = []
+    measured: list[LayoutCandidate] = []
     for candidate in plan.candidates[:count]:
         config = config_of(plan.config, candidate.row)
         samples, passes = int(candidate.row["samples"]), int(candidate.row["passes"])

@@ -86,7 +86,7 @@ class Given(NamedTuple):
     z: float
 
 
-class Results(NamedTuple):
+class LossResults(NamedTuple):
     """The results: (N,), (N,), (N, C), and (V, C) in float32."""
 
     losses: Tensor
@@ -95,22 +95,22 @@ class Results(NamedTuple):
     dhead: Tensor | None
 
     @staticmethod
-    def empty(given: Given, needed: bool, head_rows: int | None = None) -> Results:
+    def empty(given: Given, needed: bool, head_rows: int | None = None) -> LossResults:
         """Memory for them; `needed`: for gradients too. dhead is zero, or has `head_rows` uninitialised rows."""
         hidden, head = given.hidden, given.head
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         penalties = torch.zeros_like(losses) if given.z else None
         if not needed:
-            return Results(losses, penalties, None, None)
+            return LossResults(losses, penalties, None, None)
         if head_rows is None:
             dhead = torch.zeros(head.shape, dtype=wide, device=head.device)
         else:
             dhead = torch.empty(head_rows, head.shape[1], dtype=wide, device=head.device)
-        return Results(losses, penalties, torch.empty_like(hidden), dhead)
+        return LossResults(losses, penalties, torch.empty_like(hidden), dhead)
 
 
-Fill = Callable[[Given, bool], Results]
+Fill = Callable[[Given, bool], LossResults]
 """The bool: whether gradients are needed."""
 
 
@@ -153,8 +153,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 def fill_by_chunks(kernel: ChunkKernel) -> Fill:
     """Three matmuls per chunk, with `kernel` after the first."""
 
-    def fill(given: Given, needed: bool) -> Results:
-        results = Results.empty(given, needed)
+    def fill(given: Given, needed: bool) -> LossResults:
+        results = LossResults.empty(given, needed)
         _fill_rows(results, kernel, given, 0)
         return results
 
@@ -167,7 +167,7 @@ def chunk_rows(rows: int, columns: int, value_bytes: int) -> int:
     return min(CHUNK_ROWS, max(FEWEST_ROWS, 1 << (fitting.bit_length() - 1)))
 
 
-def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) -> None:
+def _fill_rows(results: LossResults, kernel: ChunkKernel, given: Given, start: int) -> None:
     """The rows from `start` on; their gradient of the head is added to what is there."""
     hidden, head, targets, weights, vocab_size, z = given
     losses, penalties, dhidden, dhead = results
@@ -192,7 +192,7 @@ def _fill_rows(results: Results, kernel: ChunkKernel, given: Given, start: int) 
                 dhead.add_(here.t() @ hidden[rows])
 
 
-def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None) -> Results:
+def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None) -> LossResults:
     """With the softmax inside the matmuls, for whole tiles of rows, where gradients are needed and the vocabulary fills
     a tile of columns; the remaining rows by our kernel."""
     from zero2all.ops.kernels import softmax_epilogue as epilogue
@@ -202,7 +202,7 @@ def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None
     whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed else 0
     if whole == 0 or vocab_size < epilogue.TILE:
         return _fill_by_triton(given, needed)
-    results = Results.empty(given, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
+    results = LossResults.empty(given, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
     losses, penalties, dhidden, dhead = results
     assert dhidden is not None
     assert dhead is not None
@@ -245,7 +245,7 @@ def torch_kernel(
     return losses, penalties
 
 
-def _fill_by_triton(given: Given, needed: bool) -> Results:
+def _fill_by_triton(given: Given, needed: bool) -> LossResults:
     """By chunks, with our kernel."""
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 

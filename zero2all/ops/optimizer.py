@@ -41,7 +41,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamWConstants:
     """The constants of the update."""
 
     beta1: float
@@ -49,12 +49,12 @@ class AdamW:
     eps: float
 
 
-OptimizerOp = Callable[[list[Flat], Tensor, Tensor, Tensor, AdamW], None]
+OptimizerOp = Callable[[list[Flat], Tensor, Tensor, Tensor, AdamWConstants], None]
 """(groups, updates made so far: a float32 scalar on the device, advanced here unless the step is skipped; factor on the
 gradient, float32; whether to skip, bool; constants)."""
 
 
-def triton_adamw(groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamW) -> None:
+def triton_adamw(groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamWConstants) -> None:
     """Our kernel."""
     from zero2all.ops.kernels.adamw import adamw_update, bias_corrections
 
@@ -69,7 +69,9 @@ def triton_adamw(groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tenso
     updates.add_(~skip)
 
 
-def _torch_adamw(loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamW) -> None:
+def _torch_adamw(
+    loop: str, groups: list[Flat], updates: Tensor, scale: Tensor, skip: Tensor, constants: AdamWConstants
+) -> None:
     """One of torch's three loops."""
     options: dict[str, Any] = {}
     # The fused kernel divides by grad_scale, and reads it in float32: not enough for a float64 model.

@@ -22,7 +22,7 @@ from zero2all.packed.mixture import TrainingData
 from zero2all.packed.readers import ReaderProcesses
 from zero2all.packed.samples import Borders, Documents
 from zero2all.packed.shard_format import DamagedShardError
-from zero2all.packed.stages import Segment
+from zero2all.packed.stages import OrderSegment
 
 LOOKUP_BLOCK = 4096
 """Positions looked up at once: a lookup of 256 costs nearly as much as one of 4096."""
@@ -103,7 +103,7 @@ def read_batch(
     first_token: int,
     samples: int,
     options: LoaderOptions | None = None,
-    lookup: Callable[[Segment, int, int], tuple[np.ndarray, np.ndarray]] | None = None,
+    lookup: Callable[[OrderSegment, int, int], tuple[np.ndarray, np.ndarray]] | None = None,
     allocate: Allocate = np.empty,
 ) -> Batch:
     """This rank's rows of the global batch of `samples` samples that begins at `first_token`."""
@@ -165,7 +165,7 @@ class BlockLookup:
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
-    def __call__(self, segment: Segment, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, segment: OrderSegment, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Sources and samples at `count` positions from `position` on."""
         if count > LOOKUP_BLOCK:
             return segment.order.lookup(np.arange(position, position + count, dtype=np.int64))
@@ -175,7 +175,7 @@ class BlockLookup:
         sources, indices = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         return sources[offset : offset + count], indices[offset : offset + count]
 
-    def _block(self, segment: Segment, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _block(self, segment: OrderSegment, number: int) -> tuple[np.ndarray, np.ndarray]:
         key = (segment.number, number)
         block = self._blocks.get(key)  # two threads may both look a block up; they find the same
         if block is None:

@@ -33,9 +33,9 @@ from zero2all.packed.shard_format import (
     packed_sources,
 )
 from zero2all.packed.stages import (
+    OrderSegment,
     PlannedStage,
     Planner,
-    Segment,
     Stage,
     epochs_read,
     segments_of,
@@ -45,7 +45,7 @@ from zero2all.packed.stages import (
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """How far a run has come, and the stages by which it came there."""
 
     token: int = 0
@@ -60,7 +60,7 @@ class TrainingData:
     splits: list[PackedSplit]
     channels: list[str]
     plan: list[PlannedStage]
-    segments: list[Segment]
+    segments: list[OrderSegment]
     samples: list[list[Samples] | None]
     """Per segment, the samples of each source; None for segments that lie in the past."""
     seed: int
@@ -93,7 +93,7 @@ class TrainingData:
         """Changes when any token, weight, sequence length, or the seed changes."""
         return fingerprint(self.record)
 
-    def segment_at(self, token: int) -> Segment:
+    def segment_at(self, token: int) -> OrderSegment:
         """The segment that the sample beginning at `token` belongs to."""
         return [segment for segment in self.segments if segment.from_token <= token][-1]
 
@@ -131,14 +131,18 @@ class TrainingData:
 
 
 def open_training_data(
-    packed: Path, config: DataConfig, stages: Sequence[Stage], progress: Progress | None = None, end: int | None = None
+    packed: Path,
+    config: DataConfig,
+    stages: Sequence[Stage],
+    progress: RunProgress | None = None,
+    end: int | None = None,
 ) -> TrainingData:
     """Open the sources that any stage uses, check them, and lay out their order.
 
     `progress` is where a resumed run stands; what it recorded is kept, `stages` hold from there on. `end` is the token
     at which the run is over: without it limits on epochs are not looked at.
     """
-    progress = progress or Progress()
+    progress = progress or RunProgress()
     every = [open_split(packed, name, "train") for name in packed_sources(packed)]
     _check_one_tokenizer(packed, every)
     history = stages_from_records(progress.stages)

@@ -78,7 +78,7 @@ mixture_cycle = lru_cache(maxsize=256)(MixtureCycle)
 
 
 @dataclass(frozen=True)
-class Source:
+class OrderedSource:
     """What the order must know of a source."""
 
     name: str
@@ -93,7 +93,7 @@ class Order:
     """
 
     def __init__(
-        self, sources: list[Source], stages: Sequence[tuple[int, Sequence[int]]], seed: int, segment: int = 0
+        self, sources: list[OrderedSource], stages: Sequence[tuple[int, Sequence[int]]], seed: int, segment: int = 0
     ) -> None:
         """`stages`: (first position, weight units per source), the first at position 0, positions rising."""
         assert [start for start, _ in stages[:1]] == [0], "the first stage starts at position 0"

@@ -113,7 +113,7 @@ def _tools(task: PieceTask) -> tuple[Tokenizer, Encoder]:
 # ---- reading --------------------------------------------------------------------------------------------------
 
 
-class Document(NamedTuple):
+class UnencodedDocument(NamedTuple):
     """A record, ready to be encoded."""
 
     gid: int
@@ -148,15 +148,15 @@ def _records(part: Path, start: int, end: int, source: str) -> Iterator[dict[str
     advance(end - start - told)
 
 
-def document_batches(part: Path, start: int, end: int, source: str, template: str) -> Iterator[list[Document]]:
+def document_batches(part: Path, start: int, end: int, source: str, template: str) -> Iterator[list[UnencodedDocument]]:
     """The documents in some bytes of a corpus shard (see `cut_part`), a batch at a time; tells `advance` the bytes."""
-    batch: list[Document] = []
+    batch: list[UnencodedDocument] = []
     characters = 0
     for record in _records(part, start, end, source):
         gid = record.get("gid", NO_GID)
         turns = turns_of(record, f"{part}, record gid {gid}")
         texts = [training_text(record, template)] if turns is None else [turn.text for turn in turns]
-        batch.append(Document(gid, texts, turns))
+        batch.append(UnencodedDocument(gid, texts, turns))
         characters += sum(map(len, texts))
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
@@ -233,7 +233,7 @@ def _plain_tokens(encoded: EncodedBatch, tokenizer: Tokenizer, dtype: np.dtype) 
 
 
 def _mixed_tokens(
-    batch: Sequence[Document], encoded: EncodedBatch, tokenizer: Tokenizer, layout: ConversationLayout
+    batch: Sequence[UnencodedDocument], encoded: EncodedBatch, tokenizer: Tokenizer, layout: ConversationLayout
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same where conversations are among the documents, and which tokens count in the loss."""
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]

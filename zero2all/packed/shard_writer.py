@@ -26,7 +26,7 @@ COPY_TOKENS = 1 << 22
 FACTS_FOLDER = "shards"
 
 
-class Stretch(NamedTuple):
+class DocumentRange(NamedTuple):
     """Some documents of one piece."""
 
     piece: int
@@ -36,9 +36,9 @@ class Stretch(NamedTuple):
     end_token: int
 
 
-def plan_shards(lengths_of_pieces: Iterable[np.ndarray], shard_tokens: int) -> list[list[Stretch]]:
+def plan_shards(lengths_of_pieces: Iterable[np.ndarray], shard_tokens: int) -> list[list[DocumentRange]]:
     """The stretches of each shard; `lengths_of_pieces` are the lengths of each piece's documents."""
-    shards: list[list[Stretch]] = []
+    shards: list[list[DocumentRange]] = []
     in_shard = shard_tokens  # so that the first document opens the first shard
     for piece, lengths in enumerate(lengths_of_pieces):
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -49,7 +49,7 @@ def plan_shards(lengths_of_pieces: Iterable[np.ndarray], shard_tokens: int) -> l
                 in_shard = 0
             closing = int(np.searchsorted(ends, before + shard_tokens - in_shard, side="left"))
             end = min(closing + 1, len(ends))
-            shards[-1].append(Stretch(piece, document, end, before, int(ends[end - 1])))
+            shards[-1].append(DocumentRange(piece, document, end, before, int(ends[end - 1])))
             in_shard += int(ends[end - 1]) - before
             document, before = end, int(ends[end - 1])
     return shards
@@ -84,7 +84,7 @@ class PieceTokens:
 
 
 @dataclass(frozen=True)
-class ShardTask:
+class TokenShardTask:
     """Everything a worker needs to write one shard of a split."""
 
     folder: Path
@@ -92,12 +92,12 @@ class ShardTask:
     number: int
     dtype: str
     pieces: tuple[Path, ...]
-    """Folder of each piece that its stretches name, by `Stretch.piece` minus the first one's."""
-    stretches: tuple[Stretch, ...]
+    """Folder of each piece that its stretches name, by `DocumentRange.piece` minus the first one's."""
+    stretches: tuple[DocumentRange, ...]
     masked: bool
 
 
-def write_shard_of_pieces(task: ShardTask) -> dict[str, dict[str, Any]]:
+def write_shard_of_pieces(task: TokenShardTask) -> dict[str, dict[str, Any]]:
     """Write one shard, unless an earlier attempt did; returns size and crc32c of its files."""
     noted = task.folder.parent / FACTS_FOLDER / f"{task.number:05d}.json"
     facts: dict[str, dict[str, Any]]
@@ -113,7 +113,7 @@ def write_shard_of_pieces(task: ShardTask) -> dict[str, dict[str, Any]]:
 
 
 def write_shard(
-    folder: Path, number: int, dtype: str, parts: Sequence[tuple[Any, Stretch]], gids: bool, masked: bool
+    folder: Path, number: int, dtype: str, parts: Sequence[tuple[Any, DocumentRange]], gids: bool, masked: bool
 ) -> dict[str, dict[str, Any]]:
     """Write the files of one shard; returns size and crc32c of each by name."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def write_shard(
     return known
 
 
-def _copies(parts: Sequence[tuple[Any, Stretch]]) -> Iterator[tuple[Any, int, int]]:
+def _copies(parts: Sequence[tuple[Any, DocumentRange]]) -> Iterator[tuple[Any, int, int]]:
     for tokens, stretch in parts:
         for start in range(stretch.first_token, stretch.end_token, COPY_TOKENS):
             yield tokens, start, min(start + COPY_TOKENS, stretch.end_token)

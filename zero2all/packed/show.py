@@ -31,7 +31,7 @@ LARGEST_POSITION = 1 << 40
 
 
 @dataclass(frozen=True)
-class Origin:
+class DocumentOrigin:
     """What is known of where a document came from."""
 
     gid: int
@@ -66,12 +66,12 @@ class Origins:
         self._manifest = cache(self._read_manifest)
         self._listed = cache(self._read_list)
 
-    def find(self, source: str, split: str, gid: int) -> Origin | None:
+    def find(self, source: str, split: str, gid: int) -> DocumentOrigin | None:
         """The origin of a document of `source`; None when the corpus is not here or no longer the same."""
         with as_written(self._corpus / source, "Run `z2a corpus build` again."):
             return self._find(source, split, gid)
 
-    def _find(self, source: str, split: str, gid: int) -> Origin | None:
+    def _find(self, source: str, split: str, gid: int) -> DocumentOrigin | None:
         manifest = self._manifest(source)
         if not manifest or manifest.get("number") != gid >> ORDINAL_BITS:
             return None
@@ -80,7 +80,7 @@ class Origins:
         path = str(manifest.get("path", "?"))
         file, item = self._raw_file(source, ordinal, files, path)
         part, title = self._record(source, split, gid)
-        return Origin(gid, ordinal, part, title, file, item, files, path)
+        return DocumentOrigin(gid, ordinal, part, title, file, item, files, path)
 
     def _read_manifest(self, source: str) -> dict[str, Any]:
         path = self._corpus / source / MANIFEST_NAME
@@ -135,7 +135,7 @@ class ShownDocument:
     tokens: np.ndarray
     counted: np.ndarray
     """1 for each token that counts in the loss. Nothing predicts the first token of a row."""
-    origin: Origin | None
+    origin: DocumentOrigin | None
 
     def text(self, tokenizer: Tokenizer) -> str:
         """Decoded, control tokens by name; ⟦ … ⟧ stands around what does not count in the loss."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import NaturalInt, PositiveInt, Problem, build
-from zero2all.packed.order import WEIGHT_UNITS, Order, Source, rounded_weights
+from zero2all.packed.order import WEIGHT_UNITS, Order, OrderedSource, rounded_weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ SamplesOf = Callable[[str, int], int]
 
 
 @dataclass(frozen=True)
-class Segment:
+class OrderSegment:
     """A stretch of the run with one sequence length."""
 
     number: int
@@ -61,9 +61,11 @@ class Segment:
         return (token - self.from_token) // self.seq_len
 
 
-def segments_of(plan: Sequence[PlannedStage], names: Sequence[str], samples_of: SamplesOf, seed: int) -> list[Segment]:
+def segments_of(
+    plan: Sequence[PlannedStage], names: Sequence[str], samples_of: SamplesOf, seed: int
+) -> list[OrderSegment]:
     """The orders of a plan. Sources are numbered as in `names`."""
-    segments: list[Segment] = []
+    segments: list[OrderSegment] = []
     first = 0
     while first < len(plan):
         end = first + 1
@@ -74,13 +76,13 @@ def segments_of(plan: Sequence[PlannedStage], names: Sequence[str], samples_of: 
             ((stage.from_token - origin) // seq_len, [stage.units.get(name, 0) for name in names])
             for stage in plan[first:end]
         ]
-        sources = [Source(name, samples_of(name, seq_len)) for name in names]
-        segments.append(Segment(len(segments), origin, seq_len, Order(sources, stages, seed, len(segments))))
+        sources = [OrderedSource(name, samples_of(name, seq_len)) for name in names]
+        segments.append(OrderSegment(len(segments), origin, seq_len, Order(sources, stages, seed, len(segments))))
         first = end
     return segments
 
 
-def epochs_read(segments: Sequence[Segment], token: int) -> list[list[Fraction]]:
+def epochs_read(segments: Sequence[OrderSegment], token: int) -> list[list[Fraction]]:
     """How often each source is read before `token`: one row per segment that has begun by then."""
     rows = []
     for number, segment in enumerate(segments):
@@ -203,7 +205,9 @@ def stages_from_records(records: Sequence[Mapping[str, Any]]) -> list[PlannedSta
     return stages
 
 
-def stage_notes(plan: Sequence[PlannedStage], segments: Sequence[Segment], names: Sequence[str], end: int) -> list[str]:
+def stage_notes(
+    plan: Sequence[PlannedStage], segments: Sequence[OrderSegment], names: Sequence[str], end: int
+) -> list[str]:
     """For a person: the shares of each stage after rounding, and how much a new length makes the run read again."""
     notes = []
     begins = {segment.from_token: segment for segment in segments[1:]}
@@ -224,7 +228,7 @@ def stage_notes(plan: Sequence[PlannedStage], segments: Sequence[Segment], names
     return notes
 
 
-def expected_repeats(segments: Sequence[Segment], end: int) -> float:
+def expected_repeats(segments: Sequence[OrderSegment], end: int) -> float:
     """Expected share of the tokens of the last segment, up to `end`, that the run has read before.
 
     Segments shuffle independently, so of what a segment reads for the first time itself, a share equal to what the

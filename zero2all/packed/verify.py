@@ -78,11 +78,11 @@ def verify_packed(
                     f"{folder / MANIFEST_NAME}: `tokenizer` is {manifest['tokenizer'][:8]}, but "
                     f"{packed / REPORT_NAME} says {stated[:8]}"
                 )
-            problems += _Split(folder, manifest, on_bytes or (lambda _: None)).problems()
+            problems += _SplitCheck(folder, manifest, on_bytes or (lambda _: None)).problems()
     return problems
 
 
-class _Split:
+class _SplitCheck:
     def __init__(self, folder: Path, manifest: dict[str, Any], on_bytes: Callable[[float], None]) -> None:
         self.folder, self.manifest, self.on_bytes = folder, manifest, on_bytes
         self.found: list[str] = []
@@ -184,7 +184,7 @@ CACHED_SHARE = 0.25
 """Files larger together than this share of the free memory are not left in the page cache, which others need."""
 
 
-class ShardCheck:
+class ShardCheckResult:
     """What the check has found so far."""
 
     damage: str | None = None
@@ -205,7 +205,7 @@ def checking_shards(
     rank: int = 0,
     ranks: int = 1,
     on_damage: Callable[[str], None] = lambda _damage: None,
-) -> Iterator[ShardCheck]:
+) -> Iterator[ShardCheckResult]:
     """Check the files of `splits` while the block runs. `seq_lens` are those whose best-fit indexes are read.
     `on_damage` is called by the thread that finds a damaged file, before anybody else knows of it.
 
@@ -215,7 +215,7 @@ def checking_shards(
     total = sum(int(check.expected["bytes"]) for check in files)
     reading = _SlowReading(files, total > CACHED_SHARE * available_memory())
     processes = None if total <= IN_THREAD_BYTES else ReaderProcesses(reading, on_problem, niceness=19)
-    check = ShardCheck()
+    check = ShardCheckResult()
     thread = threading.Thread(
         target=_check_all,
         args=(check, processes or reading, len(files), on_problem, on_damage),
@@ -233,7 +233,7 @@ def checking_shards(
 
 
 def _check_all(
-    check: ShardCheck,
+    check: ShardCheckResult,
     read: Callable[[int], Any],
     files: int,
     on_problem: Callable[[str], None],

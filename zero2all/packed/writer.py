@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from zero2all.common import jsonio
-from zero2all.common.engine import Engine, EngineConfig, open_engine
+from zero2all.common.engine import EngineConfig, TaskEngine, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import (
     MANIFEST_NAME,
@@ -51,7 +51,7 @@ from zero2all.common.records import SPLITS, TITLE_AND_TEXT, corpus_sources, iter
 from zero2all.packed.bestfit import best_fit_folder, build_best_fit
 from zero2all.packed.pieces import COUNTS, LENGTHS, PIECE_BYTES, PieceTask, cut_part, keep_tools, make_piece
 from zero2all.packed.shard_format import PACK_COMMAND, REPORT_NAME, open_split, token_dtype
-from zero2all.packed.shard_writer import SHARD_TOKENS, ShardTask, plan_shards, write_shard_of_pieces
+from zero2all.packed.shard_writer import SHARD_TOKENS, TokenShardTask, plan_shards, write_shard_of_pieces
 from zero2all.tokenizer.encoders import Encoder, EncoderConfig, open_encoder
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
 
@@ -313,10 +313,10 @@ def _pack(
     tokenizer: Tokenizer,
     encoder: Encoder,
     options: PackOptions,
-    engine: Engine,
+    engine: TaskEngine,
 ) -> None:
     """Pieces of all splits, then the shards of each; a split is committed with its last shard."""
-    splits = [_Split(plan, tokenizer_folder, tokenizer, encoder, options) for plan in plans]
+    splits = [_SplitWriter(plan, tokenizer_folder, tokenizer, encoder, options) for plan in plans]
     pieces = [(split, number) for split in splits for number in range(len(split.pieces))]
     with progress("pack", total=sum(plan.corpus_bytes for plan in plans), unit="B") as bar:
         tasks = [split.pieces[number] for split, number in pieces]
@@ -329,7 +329,7 @@ def _pack(
             shards[position][0].take_shard(files)
 
 
-class _Split:
+class _SplitWriter:
     """A split while it is packed."""
 
     def __init__(
@@ -368,7 +368,7 @@ class _Split:
             shutil.rmtree(self.plan.work, ignore_errors=True)  # what was made of it is wrong
             raise _damaged_part(f"{part} has changed since it was written (crc32c differs)")
 
-    def plan_shards(self) -> list[ShardTask]:
+    def plan_shards(self) -> list[TokenShardTask]:
         """When all pieces are there: the shards they make. A split without any is committed at once."""
         names = ("documents", "tokens", "unknown_tokens", "text_bytes", "conversations")
         self.totals = {name: sum(facts.get(name, 0) for facts in self._facts.values()) for name in names}
@@ -380,7 +380,7 @@ class _Split:
         if not planned:
             self._commit()
         return [
-            ShardTask(
+            TokenShardTask(
                 self.plan.work / "out",
                 number,
                 self._dtype.str,
@@ -430,7 +430,7 @@ def split_content(source: str, split: str, channel: str, tokenizer: Tokenizer) -
 # ---- best fit, report -----------------------------------------------------------------------------------------
 
 
-def _build_indexes(packed: Path, indexes: Sequence[tuple[_Plan, int]], engine: Engine) -> None:
+def _build_indexes(packed: Path, indexes: Sequence[tuple[_Plan, int]], engine: TaskEngine) -> None:
     tasks = [(packed, plan.source, plan.split, seq_len) for plan, seq_len in indexes]
     missing = [task for task in tasks if open_split(*task[:3]).tokens]
     if missing:

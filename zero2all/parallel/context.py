@@ -95,7 +95,7 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
 # ---- ulysses ---------------------------------------------------------------------------------------------------------
 
 
-class _AllToAll(torch.autograd.Function):
+class _SequenceAllToAll(torch.autograd.Function):
     """(c, ...): part i goes to rank i; part i of the result came from rank i. It is its own transpose."""
 
     @staticmethod
@@ -108,7 +108,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _AllToAll.apply(grads[0], ctx.axis), None
+        return _SequenceAllToAll.apply(grads[0], ctx.axis), None
 
 
 def _ulysses(attention: AttentionOp, axis: Axis, outside: Callable[..., Any]) -> AttentionOp:
@@ -131,7 +131,7 @@ def _to_sequences(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tupl
     key, value = _repeated(key, repeats), _repeated(value, repeats)
     # (B, H, S, D) -> (c, S, B, H/c, D); written once, by `cat`
     parts = [heads.unflatten(1, (axis.size, -1)).permute(1, 3, 0, 2, 4) for heads in (query, key, value)]
-    sequence = _AllToAll.apply(torch.cat(parts, dim=3), axis).flatten(0, 1)  # (T, B, H/c, D)
+    sequence = _SequenceAllToAll.apply(torch.cat(parts, dim=3), axis).flatten(0, 1)  # (T, B, H/c, D)
     query, key, value = sequence.split([part.shape[3] for part in parts], dim=2)
     return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
@@ -139,7 +139,7 @@ def _to_sequences(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tupl
 def _to_tokens(mixed: Tensor, axis: Axis) -> Tensor:
     """The own heads (B, Hq/c, T, D) of all tokens -> all heads (B, Hq, S, D) of the own tokens; in memory the heads of
     a token lie side by side."""
-    parts = _AllToAll.apply(mixed.permute(2, 0, 1, 3).unflatten(0, (axis.size, -1)), axis)  # (c, S, B, Hq/c, D)
+    parts = _SequenceAllToAll.apply(mixed.permute(2, 0, 1, 3).unflatten(0, (axis.size, -1)), axis)  # (c, S, B, Hq/c, D)
     heads: Tensor = parts.permute(2, 1, 0, 3, 4).flatten(2, 3)  # (B, S, Hq, D)
     return heads.transpose(1, 2)
 

@@ -59,10 +59,10 @@ class TokenExchange:
         by_expert, order = expert_of.repeat_interleave(arriving, output_size=sum(received)).sort(stable=True)
         back = order.argsort()
         local_ends = torch.searchsorted(by_expert, torch.arange(local, device=x.device), right=True)
-        came: Tensor = _AllToAll.apply(x, sent, received, self._axis.group)
-        gates_came: Tensor = _AllToAll.apply(gates, sent, received, self._axis.group)
+        came: Tensor = _TokenAllToAll.apply(x, sent, received, self._axis.group)
+        gates_came: Tensor = _TokenAllToAll.apply(gates, sent, received, self._axis.group)
         y = compute(_permuted(came, order, back), _permuted(gates_came, order, back), local_ends)
-        returned: Tensor = _AllToAll.apply(_permuted(y, back, order), received, sent, self._axis.group)
+        returned: Tensor = _TokenAllToAll.apply(_permuted(y, back, order), received, sent, self._axis.group)
         return returned
 
 
@@ -86,7 +86,7 @@ class _Permuted(torch.autograd.Function):
         return dmoved.index_select(0, inverse), None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _TokenAllToAll(torch.autograd.Function):
     """Send the first `sent[0]` rows to process 0, the next `sent[1]` to process 1, and so on; returns what came, in the
     order of processes. Gradients go back the same way."""
 

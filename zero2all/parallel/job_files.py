@@ -23,7 +23,7 @@ def job_name(run: str) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """A run as a cluster starts it."""
 
     name: str
@@ -44,7 +44,7 @@ class Job:
 
 
 def slurm_file(
-    job: Job, folder: str, time: str, restarts: int, partition: str | None = None, account: str | None = None
+    job: ClusterJob, folder: str, time: str, restarts: int, partition: str | None = None, account: str | None = None
 ) -> str:
     """An sbatch file that runs the command on each machine. It goes back to the queue at most `restarts` times in a row
     because machines were missing."""
@@ -75,7 +75,7 @@ def slurm_file(
 {_slurm_script(job, folder, restarts)}"""
 
 
-def _slurm_script(job: Job, folder: str, restarts: int) -> str:
+def _slurm_script(job: ClusterJob, folder: str, restarts: int) -> str:
     node_flags = ""
     if job.nodes[1] > 1:
         node_flags = f' \\\n            --nodes {job.node_words} --node-rank "$1" --rendezvous "${{machines[0]}}:$port"'
@@ -140,7 +140,7 @@ def slurm_seconds(text: str) -> float:
     return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds or float("inf")
 
 
-def kubernetes_file(job: Job, image: str, claim: str) -> str:
+def kubernetes_file(job: ClusterJob, image: str, claim: str) -> str:
     """A JobSet (jobset.sigs.k8s.io, 0.6 or newer) with one pod per machine, and a new secret for them."""
     secret_object = ""
     if job.nodes[1] > 1:
@@ -199,7 +199,7 @@ spec:
 {_pod(job, image, claim)}"""
 
 
-def _pod(job: Job, image: str, claim: str) -> str:
+def _pod(job: ClusterJob, image: str, claim: str) -> str:
     """The container of a machine and its volumes."""
     node_flags, secret_lines = [], ""
     if job.nodes[1] > 1:

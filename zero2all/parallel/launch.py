@@ -172,12 +172,12 @@ def _join(nodes: Nodes, processes: int, rules: Rules, copies: tuple[str, int] | 
     """Take part as a member; machine 0 also runs the coordinator."""
     if nodes.rank > 0:
         return Member((nodes.host, nodes.port), nodes.rank, processes, rules, copies=copies)
-    from zero2all.resilience.coordinator import Coordinator
+    from zero2all.resilience.coordinator import MachineCoordinator
 
     listener = nodes.listen()
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(nodes.bind_host, nodes.bind_host)
     address = (host, listener.getsockname()[1])
-    return Member(address, 0, processes, rules, Coordinator(listener, rules).close, copies)
+    return Member(address, 0, processes, rules, MachineCoordinator(listener, rules).close, copies)
 
 
 def _lead_to_store(coordinator: tuple[str, int], secret: bytes) -> socket.socket:

@@ -24,7 +24,7 @@ from zero2all.model.init import initial_values
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.mesh import Mesh, Spread
-from zero2all.parallel.parts import Box, Part
+from zero2all.parallel.parts import Box, TensorPart
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: 
 
 
 @torch.no_grad()
-def draw(parts: Mapping[str, Part], config: ModelConfig, seed: int) -> None:
+def draw(parts: Mapping[str, TensorPart], config: ModelConfig, seed: int) -> None:
     """Write the initial weights of a model into the parts of its parameters, several at a time."""
 
     def write(parameter: LogicalParameter) -> None:
@@ -167,16 +167,16 @@ def init_weights(model: Z2all, seed: int) -> None:
     draw(model_parts(model), model.config, seed)
 
 
-def router_biases(model: Z2all) -> dict[str, Part]:
+def router_biases(model: Z2all) -> dict[str, TensorPart]:
     """The biases that balance the experts, by name; every process has all of those of its blocks. Live. No gradient
     moves them, so they are in no table, but they belong to the model."""
-    return {f"{name}.bias": Part.whole(router.bias) for name, router in routers(model)}
+    return {f"{name}.bias": TensorPart.whole(router.bias) for name, router in routers(model)}
 
 
-def model_parts(model: Z2all) -> dict[str, Part]:
+def model_parts(model: Z2all) -> dict[str, TensorPart]:
     """The weights of a whole model by logical name, and the biases of its routers; live."""
     holders, parts = dict(model.named_parameters()), {}
     for one in layout_table(model.config):
         values = holders[one.holder].detach().view(-1)[one.start : one.start + one.numel]
-        parts[one.name] = Part.whole(values.view(one.shape))
+        parts[one.name] = TensorPart.whole(values.view(one.shape))
     return parts | router_biases(model)

@@ -2,8 +2,8 @@
 
 A layout cuts a tensor twice. Tensor parallelism cuts a box out of it (a range along each dimension); the box of a
 process is the whole tensor where it does not. ZeRO and FSDP then flatten the box, row by row, and each process keeps
-a range of consecutive values. A `Part` says which range of which box of which tensor its values are, so optimizers,
-checkpoints and norms need to know nothing about the layout.
+a range of consecutive values. A `TensorPart` says which range of which box of which tensor its values are, so
+optimizers, checkpoints and norms need to know nothing about the layout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Box:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TensorPart:
     """Consecutive values of a box of a tensor, in this process."""
 
     values: Tensor
@@ -59,15 +59,15 @@ class Part:
     """The processes that hold the other ranges of the box; None: this process holds all of it."""
 
     @staticmethod
-    def whole(tensor: Tensor) -> Part:
+    def whole(tensor: Tensor) -> TensorPart:
         """A tensor that is not cut."""
         shape = tuple(tensor.shape)
-        return Part(tensor, shape, Box.whole(shape))
+        return TensorPart(tensor, shape, Box.whole(shape))
 
     @staticmethod
     def of_range(
         values: Tensor, shape: Sizes, start: int, group: dist.ProcessGroup | None, box: Box | None = None
-    ) -> Part:
+    ) -> TensorPart:
         """The range from `start` on of a box, or of the whole tensor; `values` are contiguous."""
         whole, box = shape, box or Box.whole(shape)
         shape = box.lengths
@@ -76,7 +76,7 @@ class Part:
             values = values.view(-1, *shape[1:])
         else:
             values = values.view(-1) if shape else values.view(())
-        return Part(values, whole, box, start, group)
+        return TensorPart(values, whole, box, start, group)
 
     @property
     def offsets(self) -> Sizes:
@@ -93,15 +93,15 @@ class Part:
         """Whether `values` has the dimensions of the tensor."""
         return self.values.dim() == len(self.shape)
 
-    def like(self, values: Tensor) -> Part:
+    def like(self, values: Tensor) -> TensorPart:
         """Other values at the same place: a gradient, a moment."""
         return replace(self, values=values)
 
-    def by_row(self, values: Tensor, row_shape: Sizes) -> Part:
+    def by_row(self, values: Tensor, row_shape: Sizes) -> TensorPart:
         """A tensor that has `row_shape` values for each row of this one, cut at the same rows."""
         assert self.has_whole_rows, "the range cuts rows"
         rows_before = self.start // max(1, math.prod(self.lengths[1:]))
-        return Part(
+        return TensorPart(
             values,
             (self.shape[0], *row_shape),
             Box((self.offsets[0], *(0 for _ in row_shape)), (self.lengths[0], *row_shape)),

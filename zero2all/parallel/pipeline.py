@@ -245,7 +245,7 @@ class _Pass(NamedTuple):
 # ---- messages between the stages: outputs go to the next process, gradients to the one before ---------------------
 
 
-class Link(NamedTuple):
+class StageLink(NamedTuple):
     """One direction between two neighbours; messages arrive in the order in which they were sent."""
 
     group: dist.ProcessGroup
@@ -255,10 +255,10 @@ class Link(NamedTuple):
 class Links(NamedTuple):
     """The links of one process; None at the ends of the pipeline."""
 
-    inputs: Link | None
-    outputs: Link | None
-    gradients_in: Link | None
-    gradients_out: Link | None
+    inputs: StageLink | None
+    outputs: StageLink | None
+    gradients_in: StageLink | None
+    gradients_out: StageLink | None
 
 
 def make_links(mesh: Mesh, in_circle: bool, device: torch.device, timeout_seconds: float) -> Links:
@@ -269,15 +269,15 @@ def make_links(mesh: Mesh, in_circle: bool, device: torch.device, timeout_second
     for rank in range(mesh.sizes.processes):
         place = coordinates(mesh.sizes, rank)
         pipelines.setdefault(tuple(place[name] for name in DENSE if name != "pipeline"), []).append(rank)
-    found: dict[str, Link] = {}
+    found: dict[str, StageLink] = {}
     timeout = timedelta(seconds=timeout_seconds)
     for ranks in pipelines.values():
         for before, after in [*pairwise(ranks), *([(ranks[-1], ranks[0])] if in_circle else [])]:
             values, gradients = (dist.new_group([before, after], timeout) for _ in range(2))
             if mesh.place == before:
-                found["outputs"], found["gradients_in"] = Link(values, after), Link(gradients, after)
+                found["outputs"], found["gradients_in"] = StageLink(values, after), StageLink(gradients, after)
             if mesh.place == after:
-                found["inputs"], found["gradients_out"] = Link(values, before), Link(gradients, before)
+                found["inputs"], found["gradients_out"] = StageLink(values, before), StageLink(gradients, before)
     links = Links(*(found.get(name) for name in Links._fields))
     _connect(links, mesh.pipeline.rank, device)
     return links

@@ -46,7 +46,7 @@ class _Sending:
 
 
 @dataclass
-class _Waiting:
+class _PendingBucket:
     """What a bucket still waits for in this pass."""
 
     missing: set[str] = field(default_factory=set)
@@ -75,7 +75,7 @@ class GradientReducer:
         self._scatters, self._device = zero > 0, gradients.device
         self._order = plan.backward_order
         self._bucket_of = {name: at for at, bucket in enumerate(plan.buckets) for name in bucket.holders}
-        self._waiting = [_Waiting() for _ in plan.buckets]
+        self._waiting = [_PendingBucket() for _ in plan.buckets]
         self._borrowed: dict[int, Tensor] = {}
         self._sending: list[_Sending] = []
         self._next, self._sends = 0, False

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.parallel.world import World
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def box(tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
 
 
-def part_of(tensor: Tensor, parameter: LogicalParameter) -> Part:
+def part_of(tensor: Tensor, parameter: LogicalParameter) -> TensorPart:
     """What this process holds of a logical parameter, whose holder (or its gradient) is `tensor`: FSDP2 cuts holders by
     rows over the shard dimension of the mesh. Shares memory with `tensor`."""
     values, first = local(tensor.detach()), box(tensor)[0].start
@@ -54,7 +54,7 @@ def part_of(tensor: Tensor, parameter: LogicalParameter) -> Part:
     begin, end = (min(max(row - first, 0), len(values)) for row in (parameter.first_row, parameter.first_row + rows))
     rows_before = min(max(first + begin - parameter.first_row, 0), rows)
     start = rows_before * math.prod(rest)
-    return Part.of_range(values[begin:end], parameter.shape, start, _shard_group(tensor), parameter.held)
+    return TensorPart.of_range(values[begin:end], parameter.shape, start, _shard_group(tensor), parameter.held)
 
 
 def _shard_group(tensor: Tensor) -> dist.ProcessGroup | None:

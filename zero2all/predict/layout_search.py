@@ -60,7 +60,7 @@ Row = Mapping[str, int | str]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout that fits, with its prediction by the full model."""
 
     row: Row
@@ -82,7 +82,7 @@ class LayoutPlan:
     machine: Machine
     gpus: int
     room: float  # bytes of a device that a layout may use
-    candidates: tuple[Candidate, ...]  # the fastest first
+    candidates: tuple[LayoutCandidate, ...]  # the fastest first
     considered: int
     tried: int  # predicted in full
     fitting: int  # of those that were fast enough to look at their memory
@@ -249,7 +249,7 @@ class Search:
     def __init__(self, config: RunConfig, machine: Machine, layouts: Sequence[Row]) -> None:
         self.config, self.machine, self.layouts = config, machine, layouts
         self.room = machine.memory_bytes * (1 - ALLOWANCE)
-        self.known: dict[int, Candidate | None] = {}
+        self.known: dict[int, LayoutCandidate | None] = {}
         """Layouts whose memory was estimated; None: it does not fit."""
         self._ops = assume_gpu(config.ops, config.data.document_mask)
         self._workspace = machine.overhead.get("workspace", 0.0)
@@ -262,10 +262,10 @@ class Search:
         self._learned: dict[Any, float] = {}  # layout without OUTER -> seconds of INNER
         self._least = [self._least_seconds(row) for row in layouts]
 
-    def best(self, wanted: int, column: str | None = None, value: int | str | None = None) -> list[Candidate]:
+    def best(self, wanted: int, column: str | None = None, value: int | str | None = None) -> list[LayoutCandidate]:
         """The fastest that fit, among those with this value in a column: taken in the order of their time, of which at
         first only the least is known."""
-        found: list[Candidate] = []
+        found: list[LayoutCandidate] = []
         left = [
             (self.times[number].estimate if number in self.times else self._least[number], number)
             for number, row in enumerate(self.layouts)
@@ -285,7 +285,7 @@ class Search:
                 continue
             if number not in self.known:
                 row, memory = self.layouts[number], self._memory(self.layouts[number])
-                self.known[number] = None if memory is None else Candidate(row, self.times[number], memory)
+                self.known[number] = None if memory is None else LayoutCandidate(row, self.times[number], memory)
             candidate = self.known[number]
             found += [] if candidate is None else [candidate]
         return found
@@ -353,7 +353,7 @@ ALONE: dict[str, Any] = {
 # ---- why -------------------------------------------------------------------------------------------------------------
 
 
-def explain_alternatives(search: Search, best: Candidate) -> Iterator[str]:
+def explain_alternatives(search: Search, best: LayoutCandidate) -> Iterator[str]:
     """For each column: the best layout that has another value there, how much slower it is, and which part of the
     step grows most; or that none with that value fits."""
     for name in VARIED:
@@ -367,14 +367,14 @@ def explain_alternatives(search: Search, best: Candidate) -> Iterator[str]:
             yield t(f"{words}: its best layout is {slower:.1%} slower ({t(part)} {1e3 * seconds:+.1f} ms)")
 
 
-def time_differences(first: Candidate, second: Candidate) -> list[tuple[str, float]]:
+def time_differences(first: LayoutCandidate, second: LayoutCandidate) -> list[tuple[str, float]]:
     """By part of a step, how many seconds longer the second takes; the largest differences first."""
     names = dict.fromkeys(part.name for one in (first, second) for part in one.time.parts)
     gains = {name: second.time.seconds(name) - first.time.seconds(name) for name in names}
     return sorted(gains.items(), key=lambda one: -abs(one[1]))
 
 
-def compare(first: Candidate, second: Candidate) -> str:
+def compare(first: LayoutCandidate, second: LayoutCandidate) -> str:
     """What makes the first faster, in words."""
     terms = ", ".join(f"{t(name)} {-1e3 * gain:+.1f} ms" for name, gain in time_differences(first, second)[:2])
     return t(f"{second.time.estimate / first.time.estimate - 1:.1%} faster: {terms}")
@@ -414,7 +414,7 @@ def plan_json(plan: LayoutPlan) -> dict[str, Any]:
     }
 
 
-def plan_cells(candidates: Sequence[Candidate]) -> list[list[str]]:
+def plan_cells(candidates: Sequence[LayoutCandidate]) -> list[list[str]]:
     """A table of layouts."""
     heading = ["", "tp", "pp", "cp", "ep", "zero", "shard x replicate", "samples x passes", "recompute", "schedule"]
     heading += ["s per step", "90 %", "tokens/s", "MFU", "GiB"]

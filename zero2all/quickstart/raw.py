@@ -23,7 +23,7 @@ from zero2all.common.files import staged_folder
 from zero2all.common.manifest import fingerprint, is_current, read_manifest, write_manifest
 from zero2all.common.progress import Bar, progress
 from zero2all.evals.question_files import Pair, Probe
-from zero2all.quickstart.world import Document, documents, pairs, probes, programs
+from zero2all.quickstart.world import GeneratedText, documents, pairs, probes, programs
 
 GENERATOR_VERSION = 4
 """Raise it whenever the small world or the programs change, so that older raw folders are made anew."""
@@ -83,7 +83,7 @@ def _write_chinese(path: Path, seed: int, target_bytes: int, bar: Bar) -> dict[s
 
 def _counted(
     language: str, seed: int, target_bytes: int, counts: dict[str, int], bar: Bar
-) -> Iterator[tuple[int, Document]]:
+) -> Iterator[tuple[int, GeneratedText]]:
     """The documents of a language, numbered from 1; adds them to `counts`."""
     for number, document in enumerate(documents(language, target_bytes, seed), start=1):
         yield number, document

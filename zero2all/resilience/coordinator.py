@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from zero2all.common.connections import Connection, Door, Message, join, listen
+from zero2all.common.connections import Connection, ConnectionListener, Message, join, listen
 from zero2all.common.errors import PeerFailureError, UnhealthyError, UsageError
 from zero2all.common.language import message
 from zero2all.common.progress import counted, say
@@ -87,7 +87,7 @@ class _Seat:
             self.connection.close()
 
 
-class Coordinator:
+class MachineCoordinator:
     """Run by machine 0, at a listening socket."""
 
     def __init__(self, listener: socket.socket, rules: Rules) -> None:
@@ -113,7 +113,7 @@ class Coordinator:
         self._deadline = float("inf")
         """When ranks that are left of a failed attempt are ended."""
         self._said = ""
-        self._door = Door(listener, rules.secret, self._take, "coordinator")
+        self._door = ConnectionListener(listener, rules.secret, self._take, "coordinator")
         self._thread = threading.Thread(target=self._hold, name="z2a-coordinator", daemon=True)
         self._thread.start()
 

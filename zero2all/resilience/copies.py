@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.connections import Connection, Door, dial, listen, read_some
+from zero2all.common.connections import Connection, ConnectionListener, dial, listen, read_some
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import say
 from zero2all.resilience import slots
 from zero2all.resilience.member import Order
-from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError
+from zero2all.resilience.slots import PAGE, NoMemoryFolderError, WholeSlot
 
 PEER_FOLDER = "peer"
 LOOK_SECONDS, RETRY_SECONDS = 0.2, 2.0
@@ -76,7 +76,7 @@ class Copies:
         self._sends_in: _Ring | None = None
         self._is_behind = False
         """Whether the last copy was not finished, which is said once."""
-        Door(listener, secret, self._answer, _door_at(self.address))
+        ConnectionListener(listener, secret, self._answer, _door_at(self.address))
         threading.Thread(target=self._send_new, name="z2a-copies", daemon=True).start()
 
     def begin(self, order: Order) -> None:
@@ -166,7 +166,7 @@ class Copies:
                     else:
                         seen = now
 
-    def _send_copy(self, ring: _Ring, save: Save, group: list[Found]) -> bool:
+    def _send_copy(self, ring: _Ring, save: Save, group: list[WholeSlot]) -> bool:
         try:
             with _call(ring, ring.next, "put", save) as connection:
                 _send(connection, group)
@@ -180,9 +180,9 @@ class Copies:
         return not self._is_behind
 
 
-def whole_saves(folder: Path, ranks: list[int]) -> dict[Save, list[Found]]:
+def whole_saves(folder: Path, ranks: list[int]) -> dict[Save, list[WholeSlot]]:
     """The saves of a machine with these ranks of which a folder has all files, apart from the bytes of the data."""
-    found: dict[Save, list[Found]] = {}
+    found: dict[Save, list[WholeSlot]] = {}
     for each in slots.whole_slots(folder):
         if each.about.get("ranks") == ranks:
             found.setdefault((each.step, each.about["save"]), []).append(each)
@@ -219,7 +219,7 @@ def _ask(ring: _Ring, place: int) -> tuple[set[Save], set[Save]]:
     return set(), set()
 
 
-def _send(connection: Connection, group: Iterable[Found]) -> None:
+def _send(connection: Connection, group: Iterable[WholeSlot]) -> None:
     for found in group:
         with open(found.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

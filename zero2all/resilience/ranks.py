@@ -55,7 +55,7 @@ class Rank:
     """One started process."""
 
     name: int
-    """Its number among all machines; in `Ranks` it is known by its place on this one."""
+    """Its number among all machines; in `RankProcesses` it is known by its place on this one."""
     process: subprocess.Popen[bytes] | WarmRank
     pipe: int
     stacks: IO[bytes]
@@ -65,7 +65,7 @@ class Rank:
     ended: float = 0.0
 
 
-class Ranks(list[Rank]):
+class RankProcesses(list[Rank]):
     """The processes that were started, by their place on this machine; the stack ends them."""
 
     def __init__(self, count: int, stack: ExitStack) -> None:

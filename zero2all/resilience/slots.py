@@ -63,7 +63,7 @@ class NoMemoryFolderError(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class WholeSlot:
     """A buffer that is whole, apart from its data unless that was checked too."""
 
     path: Path
@@ -136,7 +136,7 @@ def _head(state: int, step: int, data_bytes: int, about_bytes: int = 0, crc: int
     return head + struct.pack("<I", google_crc32c.value(head))
 
 
-def read_slot(path: Path, with_data: bool = False) -> Found:
+def read_slot(path: Path, with_data: bool = False) -> WholeSlot:
     """What a buffer holds; BadInputError when it is being written or does not match its checksums. The bytes of the
     data are only checked `with_data`."""
     try:
@@ -151,7 +151,7 @@ def read_slot(path: Path, with_data: bool = False) -> Found:
         os.close(handle)
 
 
-def _read(handle: int, path: Path, with_data: bool) -> Found:
+def _read(handle: int, path: Path, with_data: bool) -> WholeSlot:
     facts = os.fstat(handle)
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.getuid():
         raise BadInputError(f"{path} is not a regular file of this user")
@@ -166,7 +166,7 @@ def _read(handle: int, path: Path, with_data: bool) -> Found:
     text = os.pread(handle, about_bytes, PAGE + data_bytes)
     if google_crc32c.value(text) != about_crc or (with_data and _data_crc(handle, data_bytes) != crc):
         raise BadInputError(f"{path} has changed since it was written (crc32c differs)")
-    return Found(path, step, data_bytes, json.loads(text))
+    return WholeSlot(path, step, data_bytes, json.loads(text))
 
 
 def _data_crc(handle: int, count: int) -> int:
@@ -310,7 +310,7 @@ def _flip_newest(fault: Fault) -> None:
 KINDS["flip_memory"] = _flip_newest
 
 
-def whole_slots(folder: Path) -> Iterator[Found]:
+def whole_slots(folder: Path) -> Iterator[WholeSlot]:
     """All buffers in a folder whose header and JSON are whole. Another process may remove the folder meanwhile."""
     try:
         paths = sorted(folder.glob("[ab]-*"))

@@ -37,7 +37,7 @@ from zero2all.resilience.diagnosis import (
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, WARM_UP_STEPS, Beat
 from zero2all.resilience.member import Member, Order, Report
 from zero2all.resilience.page import Failure, same_error, write_page
-from zero2all.resilience.ranks import Environment, Ranks
+from zero2all.resilience.ranks import Environment, RankProcesses
 from zero2all.resilience.restarts import DISK_FULL, Notices, Restarts
 from zero2all.resilience.warm import Warm, WarmRank
 
@@ -119,7 +119,7 @@ class _Supervisor:
         self.asked: list[int] = []
         self.has_notice = False
         """Whether it was asked by a notice or a deadline, which was said, and not by a signal."""
-        self.started: Ranks | None = None
+        self.started: RankProcesses | None = None
         """The ranks of this attempt; None before the first one."""
         self.resumed = 0.0
         self.attempt = 0
@@ -222,7 +222,7 @@ class _Supervisor:
             environments = self.environments(until_started)
             self.memory_kills, self.began = MemoryKills(), time.monotonic()
             self.looked, self.resumed, self.is_signalled = self.began, self.began, False
-            self.started = ranks = Ranks(len(environments), stack)
+            self.started = ranks = RankProcesses(len(environments), stack)
             if self.watch.preload and (self.warm is None or self.warm.is_lost):
                 self.warm = Warm(self.command, {**os.environ, **environments[0][0]}, self.watch.preload)
                 self.warm.wait(self._start_seconds(), lambda: bool(self.asked))
@@ -277,7 +277,7 @@ class _Supervisor:
         return self.watch.settings.limits.get("start", UNKNOWN_LIMIT_SECONDS)
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> RankProcesses:
         """Those of this attempt."""
         assert self.started is not None, "no attempt has begun"
         return self.started

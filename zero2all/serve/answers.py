@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from zero2all.infer.job import Choice
+from zero2all.infer.job import ChosenToken
 from zero2all.infer.service import Service, ServiceEndedError, Ticket
 from zero2all.infer.text import Piece
 from zero2all.serve.wire import Call
@@ -166,7 +166,7 @@ class ChatAnswer(Answer):
             logprobs = {"content": [self._entry(choice) for choice in piece.choices], "refusal": None}
         return {"logprobs": logprobs, "finish_reason": piece.finish}
 
-    def _entry(self, choice: Choice) -> dict[str, Any]:
+    def _entry(self, choice: ChosenToken) -> dict[str, Any]:
         top = [self._token(token, logprob) for token, logprob in choice.alternatives]
         return {**self._token(choice.id, choice.logprob), "top_logprobs": top}
 

@@ -38,8 +38,8 @@ from zero2all.infer.text import Piece
 from zero2all.serve.answers import Answer, Bell, ChatAnswer, CompletionAnswer, Generations, by_choice
 from zero2all.serve.model import READY, ServedModel, ending
 from zero2all.serve.wire import Call, RefusedError, chat_call, completion_call
-from zero2all.track.access import Door, Gate, address, is_loopback, listen
-from zero2all.track.http_server import CONTENT_TYPES, BoundedServer, Limits, body_of, page_routes
+from zero2all.track.access import Gate, GuardedService, address, is_loopback, listen
+from zero2all.track.http_server import CONTENT_TYPES, BoundedServer, ServerLimits, body_of, page_routes
 
 DEFAULT_PORT = 6107
 INTERRUPTED = 130
@@ -57,7 +57,7 @@ class ServeOptions:
     token: str | None = None  # None: a random one, where one is needed
     allowed_hosts: Sequence[str] = ()
     grace_seconds: float = 30.0
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 class ModelServer:
@@ -166,7 +166,7 @@ def make_app(
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
 ) -> Starlette:
     """The whole server as an ASGI application."""
-    api, files = _Api(model), page_files()
+    api, files = _ModelApi(model), page_files()
     routes = [
         Route("/health", api.health),
         Route("/v1/models", api.models),
@@ -176,7 +176,7 @@ def make_app(
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
-    door = Door("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
+    door = GuardedService("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
     gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts), door=door)
     handlers: Mapping[Any, Any] = {RefusedError: _refused, HTTPException: _no_route, Exception: _failed}
     return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
@@ -189,7 +189,7 @@ def page_files() -> dict[str, Path]:
     return {"/": WEB / "index.html", **{f"/web/{path.name}": path for path in [*shared, *own]}}
 
 
-class _Api:
+class _ModelApi:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
         self.bell: Bell | None = None

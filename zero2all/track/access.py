@@ -105,7 +105,7 @@ def plain_refusal(_: Scope, status: int, message: str) -> Response:
 
 
 @dataclass(frozen=True)
-class Door:
+class GuardedService:
     """What stands behind a gate, for its refusals."""
 
     name: str = "board"
@@ -122,7 +122,7 @@ class Gate:
         host: str,
         token: str | None,
         allowed_hosts: Iterable[str] = (),
-        door: Door = Door(),  # noqa: B008 (it is frozen)
+        door: GuardedService = GuardedService(),  # noqa: B008 (it is frozen)
     ) -> None:
         self.app = app
         self.token = token

@@ -55,7 +55,7 @@ def make_app(
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> Starlette:
     """The whole board as an ASGI application; mirrors run while it does, and streams end when `is_stopping` says so."""
-    api = _Api(library, is_stopping)
+    api = _BoardApi(library, is_stopping)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -92,7 +92,7 @@ def page_files() -> dict[str, Path]:
     return {"/": WEB / "index.html", **files}
 
 
-class _Api:
+class _BoardApi:
     """The answers; each is called in a thread of its own."""
 
     def __init__(self, library: RunLibrary, is_stopping: Callable[[], bool]) -> None:

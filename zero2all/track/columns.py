@@ -72,7 +72,7 @@ class MetricNames:
 
 
 @dataclass
-class Block:
+class ParsedRows:
     """Some rows of a file, parsed: what `rows.parse` returns."""
 
     step: NDArray[np.int64]
@@ -99,7 +99,7 @@ class FileColumns:
     def __len__(self) -> int:
         return len(self.step)
 
-    def append(self, block: Block) -> None:
+    def append(self, block: ParsedRows) -> None:
         """Add the rows of a block behind those there are."""
         first = len(self)
         self.step.extend(block.step)

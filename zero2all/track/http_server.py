@@ -38,7 +38,7 @@ REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """What one server grants its clients."""
 
     head_seconds: float = 15.0  # for the head of a request; longer than uvicorn keeps an idle connection (5 s)
@@ -57,7 +57,7 @@ class Limits:
 class BoundedServer(uvicorn.Server):
     """A server that stays reachable, whatever its clients leave half done."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, grace_seconds: int) -> None:
+    def __init__(self, app: ASGIApp, limits: ServerLimits, grace_seconds: int) -> None:
         settings = uvicorn.Config(
             app,
             loop="asyncio",
@@ -88,7 +88,7 @@ class BoundedServer(uvicorn.Server):
 class _Bounds(ServerState):
     """The connections of a server, and what had to be ended of them."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         super().__init__()
         self.limits, self.most = limits, limits.most
         self.most_of_one_client = self.most * 3 // 4
@@ -170,7 +170,7 @@ class _Connection(H11Protocol):
         """The address it comes from."""
         return self.client[0] if self.client else ""
 
-    def is_late(self, now: float, limits: Limits) -> bool:
+    def is_late(self, now: float, limits: ServerLimits) -> bool:
         """Whether its client has had its time. Looked at once a second."""
         if self.transport.get_write_buffer_size():  # what it reads comes before what it sends
             self.since = now

@@ -32,7 +32,7 @@ from pathlib import Path, PurePosixPath
 from zero2all.common.errors import BadInputError, RunLockedError
 from zero2all.common.lock import folder_lock
 from zero2all.track.listing import ANNEAL_FILE, CONFIG_FILE
-from zero2all.track.ssh import MAX_REQUESTS, Address, Connection, FileRange, Request, SshError, parse_address
+from zero2all.track.ssh import MAX_REQUESTS, Address, FileRange, RangeRequest, SshConnection, SshError, parse_address
 from zero2all.track.writer import FILE_NAME, METRICS_FOLDER
 
 WHOLE_FILES = (CONFIG_FILE, ANNEAL_FILE)  # files of a run itself; an anneal changes where the run ends
@@ -106,7 +106,7 @@ class Mirror:
         self._stopping = threading.Event()
         self._synced = threading.Event()
         self._thread: threading.Thread | None = None
-        self._connection: Connection | None = None
+        self._connection: SshConnection | None = None
         self._guard = threading.Lock()
 
         self._far: dict[PurePosixPath, FarFile] = {}
@@ -165,7 +165,7 @@ class Mirror:
 
     def _converse(self) -> None:
         self.connections += 1
-        connection = Connection(self.address, self._ssh)
+        connection = SshConnection(self.address, self._ssh)
         with self._guard:
             self._connection = connection
             if self._stopping.is_set():
@@ -177,7 +177,7 @@ class Mirror:
             self.received_bytes += connection.received_bytes
             connection.close()
 
-    def _keep_up(self, connection: Connection, is_one_run: bool) -> None:
+    def _keep_up(self, connection: SshConnection, is_one_run: bool) -> None:
         """List and fetch until the connection breaks or the mirror is stopped."""
         list_at = changed_at = time.monotonic()
         is_first = True
@@ -229,10 +229,10 @@ class Mirror:
         self.problems = problems
         return far
 
-    def _jobs(self) -> list[tuple[FarFile, Request]]:
+    def _jobs(self) -> list[tuple[FarFile, RangeRequest]]:
         """The next requests: the smallest rests first, as much as the link moves in half a second."""
         rests = sorted(self._rests(), key=lambda rest: rest[1].size - rest[0])
-        jobs: list[tuple[FarFile, Request]] = []
+        jobs: list[tuple[FarFile, RangeRequest]] = []
         room = int(self._batch_bytes)
         for have, file in rests[:MAX_REQUESTS]:
             limit = min(room, max(file.size - have, 1))
@@ -242,7 +242,7 @@ class Mirror:
                 break
         return jobs
 
-    def _hot_jobs(self, now: float) -> list[tuple[FarFile, Request]]:
+    def _hot_jobs(self, now: float) -> list[tuple[FarFile, RangeRequest]]:
         """Files that grew lately, asked for whether the old list says they grew again or not."""
         hot = [local for local, grew_at in self._grew_at.items() if now - grew_at < QUIET_AFTER_SECONDS]
         hot = sorted(hot, key=lambda local: -self._grew_at[local])[:MAX_REQUESTS]
@@ -260,13 +260,13 @@ class Mirror:
                 self._replaced.add(local)
             yield _size(self._target(file)), file
 
-    def _request(self, file: FarFile, have: int, limit: int) -> Request:
+    def _request(self, file: FarFile, have: int, limit: int) -> RangeRequest:
         overlap = 0 if file.local in self._replaced else min(OVERLAP_BYTES, have)
-        return Request(file.name, have - overlap, limit + overlap)
+        return RangeRequest(file.name, have - overlap, limit + overlap)
 
     # ---- fetching ----
 
-    def _fetch(self, connection: Connection, jobs: list[tuple[FarFile, Request]]) -> None:
+    def _fetch(self, connection: SshConnection, jobs: list[tuple[FarFile, RangeRequest]]) -> None:
         if shutil.disk_usage(self._slot).free < MIN_FREE_BYTES:
             raise SshError(f"the disk of this machine has less than {MIN_FREE_BYTES // 1_000_000} MB free")
         began, before = time.monotonic(), connection.received_bytes
@@ -278,7 +278,7 @@ class Mirror:
             self._batch_bytes = min(max(BATCH_SECONDS * received / max(seconds, 1e-3), BATCH_BYTES[0]), BATCH_BYTES[1])
         self._stopping.wait(max(0.0, received / self._bytes_per_second - seconds))
 
-    def _take(self, file: FarFile, request: Request, found: FileRange) -> None:
+    def _take(self, file: FarFile, request: RangeRequest, found: FileRange) -> None:
         """Put one answer where it belongs, and note how far the file is."""
         local = file.local
         if found.size < 0:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from zero2all.common import jsonio
-from zero2all.track.columns import Block, MetricNames
+from zero2all.track.columns import MetricNames, ParsedRows
 
 NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
-def parse(chunk: bytes, names: MetricNames) -> Block:
+def parse(chunk: bytes, names: MetricNames) -> ParsedRows:
     """Parse whole lines, each with its newline. Never raises over what they hold: what cannot be used is counted."""
     rows: list[tuple[int, float, int]] = []
     metrics: dict[str, tuple[list[int], list[float]]] = {}
@@ -43,7 +43,7 @@ def parse(chunk: bytes, names: MetricNames) -> Block:
             rows.append((row["step"], row["time"], row["tokens"]))
             place += 1
     step, time, tokens = zip(*rows, strict=True) if rows else ((), (), ())
-    return Block(
+    return ParsedRows(
         np.array(step, np.int64),
         np.array(time, np.float64),
         np.array(tokens, np.int64),

@@ -18,7 +18,7 @@ from zero2all.track.access import address, is_loopback, listen
 from zero2all.track.api import make_app
 from zero2all.track.chart_library import MISSING, has_charts
 from zero2all.track.columns import user_cache
-from zero2all.track.http_server import BoundedServer, Limits
+from zero2all.track.http_server import BoundedServer, ServerLimits
 from zero2all.track.library import Root, RunLibrary
 from zero2all.track.ssh import SCHEME, is_address
 
@@ -34,7 +34,7 @@ class BoardOptions:
     port: int | None = None  # None: the first free one from DEFAULT_PORT on. 0: any.
     needs_token: bool = False  # ask for a token on loopback too: for machines that others also work on
     allowed_hosts: Sequence[str] = ()
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 class Board:

@@ -124,7 +124,7 @@ def parse_address(url: str) -> Address:
 
 
 @dataclass(frozen=True)
-class Request:
+class RangeRequest:
     """Ask for at most `limit` bytes of a file, from `offset` on."""
 
     name: str
@@ -140,7 +140,7 @@ class FileRange:
     data: bytes
 
 
-class Connection:
+class SshConnection:
     """One live ssh process, for one thread; only `kill` may be called from another."""
 
     def __init__(self, address: Address, ssh: Sequence[str] | None = None) -> None:
@@ -203,7 +203,7 @@ class Connection:
                 raise SshError(f"the remote machine lists more than {MAX_LISTING_BYTES:,} bytes of file names")
         return [line for line in lines if line]
 
-    def ranges(self, requests: Sequence[Request]) -> Iterator[FileRange]:
+    def ranges(self, requests: Sequence[RangeRequest]) -> Iterator[FileRange]:
         """The answers to `requests`, in their order. All are sent at once, so that many small files cost one trip."""
         assert len(requests) <= MAX_REQUESTS, "more would fill the pipe to ssh while nobody reads its answers"
         lines = []

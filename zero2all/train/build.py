@@ -83,6 +83,8 @@ def build_state(
     if state.cuda_graph is not None:
         if config.train.cuda_graph == "on":
             notes.append("CUDA graph: passes will be captured (train.cuda_graph is on)")
+        elif state.cuda_graph.needs_room:
+            notes.append("CUDA graph: passes will be captured if they leave most of the GPU's memory free")
         else:
             notes.append("CUDA graph: passes will be captured, because the GPU would be faster than the host")
     return state, notes

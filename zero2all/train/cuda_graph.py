@@ -1,9 +1,11 @@
-"""Forward and backward of a micro-batch as one CUDA graph, where queueing kernels would take longer than running them.
+"""Forward and backward of a micro-batch as one CUDA graph, where the host might limit the step.
 
-Queueing a pass takes the host 3 ms a block and more; with small micro-batches the device is done sooner and waits. A
-graph is queued by one call. The kernels and their results are the same, bit for bit; only the addresses of tensors are
-fixed at capture: the shape of the batch (another one is captured again), the weights, the tables of positions
-(compared before each replay), and float8 copies of weights, which are updated before a replay instead of inside it.
+Queueing a pass takes the host 3 ms a block and more, on slow hosts twice that; with small micro-batches the device is
+done sooner and waits. A graph is queued by one call, but keeps the memory of a pass for itself: where the host is not
+the likely limit, it is captured only if the process has taken little of the device's memory. The kernels and their
+results are the same, bit for bit; only the addresses of tensors are fixed at capture: the shape of the batch (another
+one is captured again), the weights, the tables of positions (compared before each replay), and float8 copies of
+weights, which are updated before a replay instead of inside it.
 
 A pass that communicates or decides something on the host cannot be captured: `why_no_cuda_graph` lists the cases. With
 several processes the last pass of a step sends the gradients, and runs eagerly; so does a last pass of fewer samples.
@@ -34,6 +36,8 @@ OTHER_HOST_SECONDS_PER_BLOCK = 3e-3
 USUAL_UTILISATION = {"fp8": 0.85}
 OTHER_UTILISATION = 0.6
 """Of the device's bfloat16 peak, while it is busy."""
+ROOMY_SHARE = 0.25
+"""Of the device's memory: a process that has taken at most this much has room for a second pass."""
 
 
 def choose_cuda_graph(
@@ -51,11 +55,9 @@ def choose_cuda_graph(
         raise _refusal(problem)
     if problem is not None:
         return None
-    if asked == "auto" and not is_worth_it(
-        config, torch.cuda.get_device_name(device), samples * config.data.seq_len, ops
-    ):
-        return None
-    return CudaGraphPasses(model, config.train.z_loss, device, insists=asked == "on")
+    tokens = min(samples, rows) * config.data.seq_len
+    needs_room = asked == "auto" and not is_worth_it(config, torch.cuda.get_device_name(device), tokens, ops)
+    return CudaGraphPasses(model, config.train.z_loss, device, insists=asked == "on", needs_room=needs_room)
 
 
 def check_cuda_graph(config: RunConfig, device: torch.device, processes: int, ops: Ops) -> None:
@@ -103,8 +105,11 @@ def is_worth_it(config: RunConfig, device_name: str, tokens: int, ops: Ops) -> b
 class CudaGraphPasses:
     """Runs passes of one model: the first ones of a shape eagerly, the others by replaying a graph."""
 
-    def __init__(self, model: Z2all, z_loss: float, device: torch.device, insists: bool = False) -> None:
-        self._model, self._z_loss, self._device, self._insists = model, z_loss, device, insists
+    def __init__(
+        self, model: Z2all, z_loss: float, device: torch.device, insists: bool = False, needs_room: bool = False
+    ) -> None:
+        self._model, self._z_loss, self._device = model, z_loss, device
+        self._insists, self.needs_room = insists, needs_room
         # A priority of its own, so that it is not one of the streams that copy batches.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._key: tuple[object, ...] | None = None
@@ -127,7 +132,7 @@ class CudaGraphPasses:
         if key != self._key:
             self._forget()
             self._key, self._seen = key, 0
-        if not self.problem and self._graph is None and self._seen >= EAGER_PASSES:
+        if not self.problem and self._graph is None and self._seen >= EAGER_PASSES and self._has_room():
             self._capture_or_leave(ids, shares)
         if self._graph is None:
             self._seen += 1
@@ -137,6 +142,13 @@ class CudaGraphPasses:
         fp8_linear.renew_copies(model.parameters())
         self._graph.replay()
         return self._losses
+
+    def _has_room(self) -> bool:
+        """Whether the device's memory allows a graph that is only useful if the host is slow."""
+        if not self.needs_room:
+            return True
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        return torch.cuda.max_memory_reserved(self._device) <= ROOMY_SHARE * total
 
     def _eager(self, ids: Tensor, shares: Tensor) -> Tensor:
         here = torch.cuda.current_stream(self._device)

@@ -51,7 +51,7 @@ class Update(Protocol):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _BucketPiece:
     bucket: int
     inner: slice  # in the own range of the bucket
     at: slice  # in the buffers of the host
@@ -166,7 +166,7 @@ class HostPipeline:
             self._send(job, piece, slot)
         self._let_gradients_go()
 
-    def _fetch(self, job: _Job, piece: _Piece, slot: _Slot) -> None:
+    def _fetch(self, job: _Job, piece: _BucketPiece, slot: _Slot) -> None:
         """Queue the way of a piece to the host."""
         bucket, length = self._buckets[piece.bucket], piece.at.stop - piece.at.start
         with self._on(self._coming):
@@ -179,7 +179,7 @@ class HostPipeline:
                 bucket.all_gradients.zero_()
                 job.cleared[piece.bucket] = _mark(self._coming)
 
-    def _send(self, job: _Job, piece: _Piece, slot: _Slot) -> None:
+    def _send(self, job: _Job, piece: _BucketPiece, slot: _Slot) -> None:
         """Queue the way of a piece to the device. The bucket has arrived when its gradients are zero, too."""
         length = piece.at.stop - piece.at.start
         with self._on(self._going):
@@ -205,7 +205,7 @@ class HostPipeline:
         if self._coming is not None:
             self._coming.synchronize()
 
-    def _pieces(self) -> Iterator[_Piece]:
+    def _pieces(self) -> Iterator[_BucketPiece]:
         """The own ranges in pieces, in the order of the forward pass; an empty one has one, so that each bucket is
         signalled."""
         for number in self._order:
@@ -214,7 +214,7 @@ class HostPipeline:
             for first in range(0, max(1, length), PIECE_VALUES):
                 last = min(first + PIECE_VALUES, length)
                 here = slice(at.start + first, at.start + last)
-                yield _Piece(number, slice(first, last), here, is_last=last == length)
+                yield _BucketPiece(number, slice(first, last), here, is_last=last == length)
 
     def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)

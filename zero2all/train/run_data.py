@@ -13,7 +13,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig
 from zero2all.config.schedule import steps_with_anneal
 from zero2all.config.training import AnnealConfig
-from zero2all.packed.mixture import Progress, TrainingData, open_training_data
+from zero2all.packed.mixture import RunProgress, TrainingData, open_training_data
 from zero2all.packed.remote import packed_root
 from zero2all.packed.stages import Stage, stages_from_records
 from zero2all.train.anneal import ANNEAL_STAGE, begun_anneal
@@ -64,7 +64,7 @@ def _plan_data(
         before = [stage for stage in stages if stage.from_token <= start]
         stages = [stage for stage in before if stage.from_token < start]
         stages.append(Stage(ANNEAL_STAGE, start, anneal.mixture, before[-1].seq_len))
-    progress = Progress(at.token, at.stages) if at.stages else Progress()
+    progress = RunProgress(at.token, at.stages) if at.stages else RunProgress()
     end = token_of(max(at.step, steps_with_anneal(config.train.steps, anneal)))
     return open_training_data(packed_root(workspace.packed, config.data), config.data, stages, progress, end), end
 

@@ -23,7 +23,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.packed.mixture import TrainingData
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.parameter_table import router_biases
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.parallel.pipeline import Pipeline
 from zero2all.parallel.world import World
 from zero2all.train.cuda_graph import CudaGraphPasses
@@ -95,7 +95,7 @@ class TrainState:
     """When a GPU has copied the state to memory; it may not change before."""
 
     @contextmanager
-    def tensors(self) -> Iterator[dict[str, Part]]:
+    def tensors(self) -> Iterator[dict[str, TensorPart]]:
         """Between two steps, all tensors of a checkpoint as 'group/name'. A checkpoint can be loaded into them; call
         `resume_from` after the context then."""
         with self.model_tensors() as masters:
@@ -103,18 +103,18 @@ class TrainState:
             yield found if self.outer is None else {**found, **self.outer.tensors()}
 
     @contextmanager
-    def model_tensors(self) -> Iterator[dict[str, Part]]:
+    def model_tensors(self) -> Iterator[dict[str, TensorPart]]:
         """The master weights and the biases of routers, likewise."""
         self.wait_for_copy()
         with self.weights.masters_between_steps() as masters:
             yield {f"model/{name}": value for name, value in {**masters, **router_biases(self.model)}.items()}
 
-    def optimizer_tensors(self) -> dict[str, Part]:
+    def optimizer_tensors(self) -> dict[str, TensorPart]:
         """Moments, the number of updates, and the loss scale."""
         tensors = {f"optimizer/{name}": value for name, value in self.optimizer.state_tensors().items()}
         if self.loss_scale is not None:
             for name, value in self.loss_scale.tensors().items():
-                tensors[f"optimizer/loss_scale/{name}"] = Part.whole(value)
+                tensors[f"optimizer/loss_scale/{name}"] = TensorPart.whole(value)
         return tensors
 
     def wait_for_copy(self) -> None:

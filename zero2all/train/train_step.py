@@ -23,7 +23,7 @@ from zero2all.model.z2all import PipelineStage
 from zero2all.packed.loader import Batch
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
-from zero2all.train.guards.detector import Limits
+from zero2all.train.guards.detector import StepLimits
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep, StepStats
 from zero2all.train.step_timer import StepTimer
@@ -37,7 +37,7 @@ class StepPlan:
     """What is decided about a step before it begins."""
 
     lr: float
-    limits: Limits | None = None
+    limits: StepLimits | None = None
     """Beyond these limits the device refuses the update; None: it refuses only what is not finite."""
     stop_requested: bool = False
     """Whether this process was asked to stop; the others learn it from the stats."""

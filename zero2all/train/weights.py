@@ -34,7 +34,7 @@ from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
 from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of, set_gradient_sync
 from zero2all.parallel.tensor import sum_copied_heads
@@ -197,7 +197,7 @@ class FlatWeights:
         for number, at in enumerate(ranges):
             yield number, flat[at]
 
-    def parts(self, flat: Tensor) -> dict[str, Part]:
+    def parts(self, flat: Tensor) -> dict[str, TensorPart]:
         """A buffer of all values, or of the own ranges, as parts by logical name; those of other owners are empty."""
         ranges = dict(self.flat_ranges(flat))
         bucket_of = {name: number for number, bucket in enumerate(self.plan.buckets) for name in bucket.holders}
@@ -209,7 +209,7 @@ class FlatWeights:
             start = min(max(own.start, first), first + one.numel)
             stop = max(start, min(own.stop, first + one.numel))
             values = ranges[number][start - own.start : stop - own.start] if stop > start else flat[:0]
-            found[one.name] = Part.of_range(values, one.shape, start - first, None, one.held)
+            found[one.name] = TensorPart.of_range(values, one.shape, start - first, None, one.held)
         return found
 
     def parameter_slices(self, bucket: int) -> tuple[slice, ...]:
@@ -232,7 +232,7 @@ class FlatWeights:
         }
 
     @contextmanager
-    def masters_between_steps(self) -> Iterator[dict[str, Part]]:
+    def masters_between_steps(self) -> Iterator[dict[str, TensorPart]]:
         """The masters by name, to read or to write, between two steps; split ones lie in `gradients`."""
         self.wait()
         if self.pipeline is not None:
@@ -410,12 +410,12 @@ class ShardedWeights:
         gradient = self._parameters[one.holder].grad
         return None if gradient is None else part_of(gradient, one).values
 
-    def _parts(self) -> Iterator[tuple[LogicalParameter, Part]]:
+    def _parts(self) -> Iterator[tuple[LogicalParameter, TensorPart]]:
         for one in self.table:
             yield one, part_of(self._parameters[one.holder], one)
 
     @contextmanager
-    def masters_between_steps(self) -> Iterator[dict[str, Part]]:
+    def masters_between_steps(self) -> Iterator[dict[str, TensorPart]]:
         """The masters by name, to read or to write, between two steps."""
         yield {one.name: part for one, part in self._parts()}
 

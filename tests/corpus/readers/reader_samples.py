@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import zstandard
 
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.readers import Cursor, Damaged, Limits, RawRow, Unit, plan_units, read_unit
+from zero2all.corpus.readers import Cursor, Damaged, RawRow, ReaderLimits, Unit, plan_units, read_unit
 
 TEXTS = [f'Document number {n}, 第{n}篇。\nSecond line, with "quotes" and a comma.' for n in range(40)]
 ROWS: list[dict[str, Any]] = [{"id": str(n), "title": f"t{n}", "text": text} for n, text in enumerate(TEXTS)]
@@ -180,20 +180,23 @@ WRAPPINGS: dict[str, Wrap] = {
 Item = RawRow | Damaged
 
 
-def units_of(path: Path, limits: Limits | None = None) -> list[Unit]:
+def units_of(path: Path, limits: ReaderLimits | None = None) -> list[Unit]:
     [file] = list_files(path).files
-    return plan_units(file, limits or Limits())
+    return plan_units(file, limits or ReaderLimits())
 
 
 def read_all(
-    path: Path, limits: Limits | None = None, skipped: list[tuple[str, str]] | None = None, resume: Cursor | None = None
+    path: Path,
+    limits: ReaderLimits | None = None,
+    skipped: list[tuple[str, str]] | None = None,
+    resume: Cursor | None = None,
 ) -> list[Item]:
     """All items of one file; checks that exactly its bytes are reported as consumed."""
     told: list[int] = []
     items: list[Item] = []
     for unit in units_of(path, limits):
         note = None if skipped is None else (lambda reason, name: skipped.append((reason, name)))
-        items += read_unit(unit, limits or Limits(), told.append, resume, note)
+        items += read_unit(unit, limits or ReaderLimits(), told.append, resume, note)
     assert sum(told) == path.stat().st_size
     return items
 

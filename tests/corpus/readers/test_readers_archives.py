@@ -27,7 +27,7 @@ from tests.corpus.readers.reader_samples import (
     zip_of,
     zstd_of,
 )
-from zero2all.corpus.readers import Format, Limits
+from zero2all.corpus.readers import Format, ReaderLimits
 from zero2all.corpus.readers.archives import is_safe_name
 
 PACK = {"zip": zip_of, "tar": tar_of, "7z": seven_zip_of, "rar": rar5_of, "4.rar": rar4_of}
@@ -52,8 +52,8 @@ def test_safe_names(name: str, is_safe: bool):
     assert is_safe_name(name) is is_safe
 
 
-def bomb_limits() -> Limits:
-    return Limits(ratio_from_bytes=1_000_000)
+def bomb_limits() -> ReaderLimits:
+    return ReaderLimits(ratio_from_bytes=1_000_000)
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst", "zip", "tar.gz", "7z", "zip.gz", "bzip2.zip"])
@@ -82,7 +82,7 @@ def test_many_members_that_are_a_bomb_together(tmp_path: Path):
         for n in range(30):
             archive.writestr(f"{n}.jsonl", b'{"text": "%s"}\n' % (b"%d" % n * 100_000))
     (tmp_path / "a.zip").write_bytes(out.getvalue())
-    items = read_all(tmp_path / "a.zip", Limits(ratio_from_bytes=1_000_000, max_ratio=100))
+    items = read_all(tmp_path / "a.zip", ReaderLimits(ratio_from_bytes=1_000_000, max_ratio=100))
     assert damaged_of(items)[0].reason == "bomb"
     assert len(rows_of(items)) < 15
 
@@ -100,7 +100,7 @@ def test_nested_archives_are_read_to_a_depth(tmp_path: Path):
     assert rows_of(items) == ROWS[:3] + ROWS
     assert items[0].origin is not None
     assert items[0].origin.member == "b.zip/c.7z/d.jsonl.gz"
-    items = read_all(tmp_path / "a.tar", Limits(max_nesting=3))
+    items = read_all(tmp_path / "a.tar", ReaderLimits(max_nesting=3))
     assert [bad.reason for bad in damaged_of(items)] == ["nested_too_deep"]
     assert rows_of(items) == ROWS
     deep = b"text"

@@ -33,7 +33,7 @@ from tests.corpus.readers.reader_samples import (
     zstd_of,
 )
 from zero2all.corpus.listing import InputFile
-from zero2all.corpus.readers import Damaged, Format, Limits, RawRow, TextBy, plan_units, read_unit, sniff
+from zero2all.corpus.readers import Damaged, Format, RawRow, ReaderLimits, TextBy, plan_units, read_unit, sniff
 
 NOISE = [{"text": random.Random(n).randbytes(300).hex(), "n": n} for n in range(1000)]
 """Does not compress away, so that a stream can be cut in its middle."""
@@ -78,11 +78,11 @@ def test_wrong_bytes_in_gb18030_and_utf16_cost_one_line(tmp_path: Path):
     text = "第一行文字。\n第二行文字。\n第三行文字。\n"
     data = text.encode("gb18030").split(b"\n")
     data[1] = data[1][:4] + b"\xff\xff" + data[1][4:]
-    items = read_all(write(tmp_path / "a.txt", b"\n".join(data)), Limits(text_by=TextBy.LINE))
+    items = read_all(write(tmp_path / "a.txt", b"\n".join(data)), ReaderLimits(text_by=TextBy.LINE))
     assert [row["content"] for row in rows_of(items)] == ["第一行文字。", "第三行文字。"]
     assert [bad.reason for bad in damaged_of(items)] == ["not_gb18030"]
     wide = text.encode("utf-16").replace("二".encode("utf-16-le"), b"\x00\xdc")
-    items = read_all(write(tmp_path / "b.txt", wide), Limits(text_by=TextBy.LINE))
+    items = read_all(write(tmp_path / "b.txt", wide), ReaderLimits(text_by=TextBy.LINE))
     assert [row["content"] for row in rows_of(items)] == ["第一行文字。", "第三行文字。"]
     assert [bad.reason for bad in damaged_of(items)] == ["not_utf16le"]
 
@@ -100,7 +100,8 @@ def test_a_bad_byte_costs_itself_not_a_long_text(tmp_path: Path, text: str, spli
     data = text.encode()
     middle = data.index(b"\n", len(data) // 2) + 1
     items = read_all(
-        write(tmp_path / "a.txt", data[:middle] + b"\xff" + data[middle:]), Limits(split_text_above_bytes=split_above)
+        write(tmp_path / "a.txt", data[:middle] + b"\xff" + data[middle:]),
+        ReaderLimits(split_text_above_bytes=split_above),
     )
     assert not damaged_of(items)
     read = "".join(row["content"] for row in rows_of(items))
@@ -183,7 +184,7 @@ def test_what_is_said_of_a_broken_archive_is_the_same_every_time(tmp_path: Path)
 def test_line_above_the_limit_is_passed_over(tmp_path: Path, wrapping: str):
     rows = [*ROWS, {"text": "x" * 3_000_000}, {"text": "last"}]
     path = write(tmp_path / f"a.jsonl{wrapping}", WRAPPINGS[wrapping]("a.jsonl", json_lines(rows)))
-    items = read_all(path, Limits(max_record_bytes=1_000_000))
+    items = read_all(path, ReaderLimits(max_record_bytes=1_000_000))
     assert rows_of(items) == [*ROWS, {"text": "last"}]
     [bad] = damaged_of(items)
     assert (bad.reason, bad.raw_bytes) == ("too_large", 3_000_013)
@@ -243,7 +244,7 @@ def test_something_behind_the_array(tmp_path: Path):
 
 def test_element_above_the_limit_is_passed_over(tmp_path: Path):
     rows = [*ROWS, {"id": "big", "text": ['"[{' * 1_000_000]}, {"id": "last"}]
-    items = read_all(write(tmp_path / "a.json", json_array(rows)), Limits(max_record_bytes=1_000_000))
+    items = read_all(write(tmp_path / "a.json", json_array(rows)), ReaderLimits(max_record_bytes=1_000_000))
     assert rows_of(items) == [*ROWS, {"id": "last"}]
     assert [(bad.reason, bad.excerpt[:12]) for bad in damaged_of(items)] == [("too_large", '{"id": "big"')]
 
@@ -271,7 +272,7 @@ def test_damaged_rows_of_a_table(tmp_path: Path):
 
 def test_quote_that_is_never_closed_costs_a_record_not_the_file(tmp_path: Path):
     table = csv_table(ROWS[:3]) + b'9,"never closed,\r\n' + b"1,2,3\r\n" * 1000
-    items = read_all(write(tmp_path / "a.csv", table), Limits(max_record_bytes=2000))
+    items = read_all(write(tmp_path / "a.csv", table), ReaderLimits(max_record_bytes=2000))
     assert len(rows_of(items)) == pytest.approx(3 + 1000 - 284, abs=3)
     assert [bad.reason for bad in damaged_of(items)] == ["too_large"]
 
@@ -301,7 +302,7 @@ def test_wrong_bytes_and_huge_cells_in_parquet_cost_one_row(tmp_path: Path):
     cells[9] = b"x" * 2_000_000
     table = pa.table({"text": pa.array(cells, pa.binary()).view(pa.string())})
     pq.write_table(table, tmp_path / "a.parquet")
-    items = read_all(tmp_path / "a.parquet", Limits(max_record_bytes=1_000_000))
+    items = read_all(tmp_path / "a.parquet", ReaderLimits(max_record_bytes=1_000_000))
     assert [(bad.place, bad.reason) for bad in damaged_of(items)] == [("row 8", "not_utf8"), ("row 10", "too_large")]
     assert [row["text"] for row in rows_of(items)] == [text for n, text in enumerate(TEXTS) if n not in (7, 9)]
 
@@ -320,7 +321,9 @@ def test_truncated_stream_gives_what_came_before(tmp_path: Path, wrapping: str, 
         "txt": lambda rows: b"".join(row["text"].encode() + b"\n" for row in rows),
     }[kind]
     data = WRAPPINGS[wrapping]("a", make(NOISE))
-    items = read_all(write(tmp_path / f"a.{kind}{wrapping}", data[: len(data) * 2 // 3]), Limits(text_by=TextBy.LINE))
+    items = read_all(
+        write(tmp_path / f"a.{kind}{wrapping}", data[: len(data) * 2 // 3]), ReaderLimits(text_by=TextBy.LINE)
+    )
     assert isinstance(items[-1], Damaged)
     assert (items[-1].reason, items[-1].ends_file) == ("cut_off", True)
     assert len(damaged_of(items)) == 1
@@ -376,11 +379,11 @@ def test_empty_file(tmp_path: Path, name: str):
 def test_file_that_went_away_between_plan_and_read(tmp_path: Path):
     units = units_of(write(tmp_path / "a.jsonl", json_lines()))
     (tmp_path / "a.jsonl").unlink()
-    [item] = read_unit(units[0], Limits(), lambda _: None)
+    [item] = read_unit(units[0], ReaderLimits(), lambda _: None)
     assert isinstance(item, Damaged)
     assert (item.reason, item.ends_file, item.cursor) == ("read_error", True, [-1])
     file = InputFile(tmp_path / "a.jsonl", "a.jsonl", 10, 0)
-    [unit] = plan_units(file, Limits())
+    [unit] = plan_units(file, ReaderLimits())
     assert unit.format is Format.UNREADABLE
 
 
@@ -396,8 +399,8 @@ def test_files_of_any_file_system(tmp_path: Path):
     listing = list_files("memory://set")
     assert [file.name for file in listing.files] == ["a.jsonl", "c.zip", "sub/b.parquet"]
     for file in listing.files:
-        units = plan_units(file, Limits(unit_bytes=700))
-        items = [item for unit in units for item in read_unit(unit, Limits(), lambda _: None)]
+        units = plan_units(file, ReaderLimits(unit_bytes=700))
+        items = [item for unit in units for item in read_unit(unit, ReaderLimits(), lambda _: None)]
         assert rows_of(items) == ROWS, file.name
     store.rm("/set", recursive=True)
 

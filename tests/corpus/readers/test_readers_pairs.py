@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.corpus.readers.reader_samples import FORMATS, ROWS, TEXTS, WRAPPINGS, Wrap, damaged_of, read_all, rows_of
-from zero2all.corpus.readers import Limits, RawRow, TextBy
+from zero2all.corpus.readers import RawRow, ReaderLimits, TextBy
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
@@ -17,7 +17,7 @@ def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
     name, make = FORMATS[kind]
     path = tmp_path / (name + wrapping)
     path.write_bytes(WRAPPINGS[wrapping](name, make()))
-    items = read_all(path, Limits(text_by=TextBy.LINE))
+    items = read_all(path, ReaderLimits(text_by=TextBy.LINE))
     assert not damaged_of(items)
     if kind == "text":
         assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
@@ -68,7 +68,7 @@ def test_encoding_is_found_and_converted(tmp_path: Path, kind: str, encoding: st
     data = make().decode().encode(encoding)
     wrap: Wrap = WRAPPINGS[wrapping]
     (tmp_path / (name + wrapping)).write_bytes(wrap(name, data))
-    items = read_all(tmp_path / (name + wrapping), Limits(text_by=TextBy.LINE))
+    items = read_all(tmp_path / (name + wrapping), ReaderLimits(text_by=TextBy.LINE))
     assert not damaged_of(items)
     if kind == "text":
         assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
@@ -87,7 +87,7 @@ def test_text_by_file_line_blank_line_and_long(tmp_path: Path, encoding: str, wr
     (tmp_path / name).write_bytes(WRAPPINGS[wrapping]("a.txt", text.encode(encoding)))
 
     def contents(**limits: object) -> list[str]:
-        items = read_all(tmp_path / name, Limits(**limits))  # type: ignore[arg-type]
+        items = read_all(tmp_path / name, ReaderLimits(**limits))  # type: ignore[arg-type]
         assert not damaged_of(items)
         return [row["content"] for row in rows_of(items)]
 

@@ -30,7 +30,7 @@ from tests.corpus.readers.reader_samples import (
     zip_of,
     zstd_of,
 )
-from zero2all.corpus.readers import Format, Limits, TextBy, read_unit
+from zero2all.corpus.readers import Format, ReaderLimits, TextBy, read_unit
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 TEXT = st.text(alphabet='ab"\\\n\r,;{}[]: é中🙂', max_size=30)
@@ -46,8 +46,8 @@ BROKEN = st.sampled_from(
 SIZES = st.integers(1, 400)
 
 
-def limits_with(**more: Any) -> Limits:
-    return Limits(max_record_bytes=more.pop("max_record_bytes", 300), split_text_above_bytes=20, **more)
+def limits_with(**more: Any) -> ReaderLimits:
+    return ReaderLimits(max_record_bytes=more.pop("max_record_bytes", 300), split_text_above_bytes=20, **more)
 
 
 def same_however_split(path: Path, unit_bytes: int, **more: Any) -> list[Item]:
@@ -62,7 +62,7 @@ def same_however_split(path: Path, unit_bytes: int, **more: Any) -> list[Item]:
     return whole
 
 
-def same_after_every_item(path: Path, limits: Limits) -> None:
+def same_after_every_item(path: Path, limits: ReaderLimits) -> None:
     """Reading again from the cursor of each item gives exactly the rest of its unit."""
     for unit in units_of(path, limits):
         items = list(read_unit(unit, limits, lambda _: None))

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from zero2all.ops.kernels import adamw
 from zero2all.ops.kernels.adamw import bias_corrections, sum_of_squares
-from zero2all.ops.optimizer import AdamW, Flat, triton_adamw
+from zero2all.ops.optimizer import AdamWConstants, Flat, triton_adamw
 from zero2all.ops.split_master import join, split
 
 LR, BETA1, BETA2, EPS = 1e-2, 0.9, 0.95, 1e-8
@@ -53,7 +53,7 @@ def updated(
             group.gradients.copy_(gradient_at(step, number))
         norm = sum_of_squares(torch.cat([group.gradients for group in groups])).sqrt().float()
         scale = (max_norm / norm).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        triton_adamw(groups, updates, scale, ~norm.isfinite(), AdamW(BETA1, BETA2, EPS))
+        triton_adamw(groups, updates, scale, ~norm.isfinite(), AdamWConstants(BETA1, BETA2, EPS))
     return groups, updates
 
 
@@ -102,7 +102,7 @@ def test_a_split_master_that_is_no_number_makes_a_weight_that_is_none(device):
     (group, *_), _ = updated(device, 1.0, split_masters=True)
     group.seconds[:3] = torch.tensor([-1.0, math.nan, math.inf])
     one = torch.ones((), device=device)
-    triton_adamw([group], one.clone(), one, one == 0, AdamW(BETA1, BETA2, EPS))
+    triton_adamw([group], one.clone(), one, one == 0, AdamWConstants(BETA1, BETA2, EPS))
     assert group.weights[:3].isnan().tolist() == [True, True, False]
     assert group.weights[3:].isfinite().all()
 
@@ -117,7 +117,7 @@ def test_a_skipped_step_leaves_every_bit_as_it_was(device, norm, split_masters):
     groups[0].gradients[3] = norm
     found = sum_of_squares(torch.cat([group.gradients for group in groups]))
     assert not bool(found.isfinite())
-    triton_adamw(groups, updates, found.float(), ~found.isfinite(), AdamW(BETA1, BETA2, EPS))
+    triton_adamw(groups, updates, found.float(), ~found.isfinite(), AdamWConstants(BETA1, BETA2, EPS))
     assert_same_bits([*buffers, updates], before)
 
 

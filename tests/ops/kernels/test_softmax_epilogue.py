@@ -116,14 +116,14 @@ def head_and_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor
 @contextmanager
 def watched_gradients() -> Iterator[list[str]]:
     """Notes every buffer that is made for gradients."""
-    made, empty = [], linear_cross_entropy.Results.empty
+    made, empty = [], linear_cross_entropy.LossResults.empty
 
     def watched(given, needed, head_rows=None):
         made.extend(["gradient"] * needed)
         return empty(given, needed, head_rows)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_cross_entropy.Results, "empty", staticmethod(watched))
+        patch.setattr(linear_cross_entropy.LossResults, "empty", staticmethod(watched))
         yield made
 
 

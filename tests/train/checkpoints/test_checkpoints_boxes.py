@@ -18,7 +18,7 @@ from torch import Tensor
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.peers import Peers
-from zero2all.parallel.parts import Box, Part
+from zero2all.parallel.parts import Box, TensorPart
 from zero2all.train.checkpoints import store as store_module
 from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -27,7 +27,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 
-Parts = dict[str, Part]
+Parts = dict[str, TensorPart]
 
 
 class Meeting:
@@ -97,52 +97,54 @@ TENSORS = {
 }
 
 
-def ranged(tensor: Tensor, rank: int, ranks: int) -> Part:
+def ranged(tensor: Tensor, rank: int, ranks: int) -> TensorPart:
     """Of equal ranges of the flattened tensor, without regard to rows; the last ones may be empty."""
     each = -(-tensor.numel() // ranks) if tensor.dim() else 1
     start, stop = (min(at * each, tensor.numel()) for at in (rank, rank + 1))
     if not tensor.dim():
-        return Part.whole(tensor.clone())
-    return Part.of_range(tensor.reshape(-1)[start:stop].clone(), tuple(tensor.shape), start, None)
+        return TensorPart.whole(tensor.clone())
+    return TensorPart.of_range(tensor.reshape(-1)[start:stop].clone(), tuple(tensor.shape), start, None)
 
 
-def by_rows(tensor: Tensor, rank: int) -> Part:
+def by_rows(tensor: Tensor, rank: int) -> TensorPart:
     """As FSDP cuts it."""
     if not tensor.dim():
-        return Part.whole(tensor.clone())
+        return TensorPart.whole(tensor.clone())
     each, row = -(-len(tensor) // WORLD), math.prod(tensor.shape[1:])
     start, stop = (min(at * each, len(tensor)) for at in (rank, rank + 1))
-    return Part.of_range(tensor[start:stop].clone(), tuple(tensor.shape), start * row, None)
+    return TensorPart.of_range(tensor[start:stop].clone(), tuple(tensor.shape), start * row, None)
 
 
-def by_columns(tensor: Tensor, rank: int) -> Part:
+def by_columns(tensor: Tensor, rank: int) -> TensorPart:
     """Two tensor ranks cut columns, two others ranges of each half."""
     if tensor.dim() < 2:
-        return Part.whole(tensor.clone())
+        return TensorPart.whole(tensor.clone())
     middle = tensor.shape[-1] // 2
     half, first = (tensor[..., :middle], 0) if rank < 2 else (tensor[..., middle:], middle)
     inner = ranged(half, rank % 2, 2)
     box = Box((*(0 for _ in tensor.shape[1:]), first), tuple(half.shape))
-    return Part(inner.values, tuple(tensor.shape), box, inner.start)
+    return TensorPart(inner.values, tuple(tensor.shape), box, inner.start)
 
 
-def owned(tensor: Tensor, rank: int, number: int) -> Part:
+def owned(tensor: Tensor, rank: int, number: int) -> TensorPart:
     """One rank has all of it, the others nothing."""
-    return Part.whole(tensor.clone()) if rank == number % WORLD else ranged(tensor, WORLD, WORLD)
+    return TensorPart.whole(tensor.clone()) if rank == number % WORLD else ranged(tensor, WORLD, WORLD)
 
 
 LAYOUTS: dict[str, Callable[[int], Parts]] = {
-    "copies": lambda _: {name: Part.whole(tensor.clone()) for name, tensor in TENSORS.items()},
+    "copies": lambda _: {name: TensorPart.whole(tensor.clone()) for name, tensor in TENSORS.items()},
     "ranges": lambda rank: {name: ranged(tensor, rank, WORLD) for name, tensor in TENSORS.items()},
     "hybrid": lambda rank: {name: ranged(tensor, rank % 2, 2) for name, tensor in TENSORS.items()},
     "rows": lambda rank: {name: by_rows(tensor, rank) for name, tensor in TENSORS.items()},
     "columns": lambda rank: {name: by_columns(tensor, rank) for name, tensor in TENSORS.items()},
     "owners": lambda rank: {
-        name: owned(tensor, rank, at) if tensor.dim() else Part.whole(tensor.clone())
+        name: owned(tensor, rank, at) if tensor.dim() else TensorPart.whole(tensor.clone())
         for at, (name, tensor) in enumerate(TENSORS.items())
     },
     "stages": lambda rank: {
-        name: Part.whole(tensor.clone()) for at, (name, tensor) in enumerate(TENSORS.items()) if at % WORLD == rank
+        name: TensorPart.whole(tensor.clone())
+        for at, (name, tensor) in enumerate(TENSORS.items())
+        if at % WORLD == rank
     },
 }
 
@@ -191,9 +193,9 @@ def test_a_rank_writes_and_keeps_only_its_own_boxes(together):
 # ---- holes and overlaps ----
 
 
-def table_part(rows: slice) -> Part:
+def table_part(rows: slice) -> TensorPart:
     table = TENSORS["model/table"]
-    return Part.of_range(table[rows].clone(), tuple(table.shape), rows.start * 7, None)
+    return TensorPart.of_range(table[rows].clone(), tuple(table.shape), rows.start * 7, None)
 
 
 def refused(together: Callable[..., list[Any]], tmp_path: Path, parts_of: Callable[[int], Parts]) -> str:
@@ -230,7 +232,7 @@ def test_boxes_that_overlap_without_being_equal_are_refused_and_their_ranks_name
 
 
 def test_a_box_beyond_its_tensor_is_refused(together, tmp_path):
-    beyond = Part(torch.zeros(3), (4,), Box((2,), (3,)))
+    beyond = TensorPart(torch.zeros(3), (4,), Box((2,), (3,)))
     said = refused(together, tmp_path, lambda _: {"model/a": beyond})
     assert said == "model/a: the box [2:5] of ranks 0, 1 reaches beyond the tensor's shape (4,)"
 
@@ -287,10 +289,10 @@ def test_a_stage_loads_its_tensors_and_what_no_rank_asks_for_is_named_on_every_r
 
 
 def test_what_one_rank_cannot_load_stops_all_of_them(together):
-    assert together(2, save(lambda _: {"model/a": Part.whole(torch.ones(3))})) == [None, None]
+    assert together(2, save(lambda _: {"model/a": TensorPart.whole(torch.ones(3))})) == [None, None]
 
     def load(rank: int, store: CheckpointStore) -> float:
-        target = Part.whole(torch.zeros(3 + rank))
+        target = TensorPart.whole(torch.zeros(3 + rank))
         with pytest.raises(BadInputError, match=r"model/a: \(3,\) instead of \(4,\)"):
             store.at(1).load_into({"model/a": target})
         return float(target.values.sum())

@@ -21,7 +21,7 @@ import torch
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import verified_checkpoint
-from zero2all.train.checkpoints.retention import Retention, Verified, pins, prune, sweep
+from zero2all.train.checkpoints.retention import Retention, VerifiedSteps, pins, prune, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 
@@ -194,6 +194,6 @@ def test_a_kill_at_every_file_operation_of_going_back_never_costs_the_checkpoint
         sweep(killed)
         for step in (5, 6):  # the run goes on from there
             write_checkpoint(killed, step, Snapshot.of_tensors({"model/3": torch.full((3,), float(step))}), {})
-        prune(killed, Retention(keep_last=2), Verified())
+        prune(killed, Retention(keep_last=2), VerifiedSteps())
         assert (killed / "checkpoints/step-00000001").is_dir() or moved[-1] == 0
     assert sorted(set(moved)) == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import best_step, chosen_step
 from zero2all.train.checkpoints.retention import (
     Retention,
-    Verified,
+    VerifiedSteps,
     claim_step,
     is_good,
     note_proven,
@@ -46,10 +46,10 @@ def spoil(run: Path, *steps: int) -> None:
 
 
 def test_the_newest_and_the_multiples_stay(saved):
-    assert prune(saved, Retention(keep_last=2, keep_every_steps=20), Verified()) == [10, 30]
+    assert prune(saved, Retention(keep_last=2, keep_every_steps=20), VerifiedSteps()) == [10, 30]
     assert steps_of(saved) == [60, 50, 40, 20]
-    assert prune(saved, Retention(keep_last=2), Verified()) == [20, 40]
-    assert prune(saved, Retention(keep_last=2), Verified()) == []
+    assert prune(saved, Retention(keep_last=2), VerifiedSteps()) == [20, 40]
+    assert prune(saved, Retention(keep_last=2), VerifiedSteps()) == []
     assert sorted(path.name for path in (saved / "checkpoints").iterdir()) == [
         "latest.json",
         "step-00000050",
@@ -61,7 +61,7 @@ def test_pinned_ones_stay(saved):
     pin(saved, 10, "last good")
     pin(saved, 30, "for the paper")
     assert pins(saved) == {10: "last good", 30: "for the paper"}
-    prune(saved, Retention(), Verified())
+    prune(saved, Retention(), VerifiedSteps())
     assert steps_of(saved) == [60, 50, 30, 10]
 
 
@@ -99,17 +99,17 @@ def test_losses_over_other_tokens_are_not_compared_and_what_cannot_be_read_is_le
 
 def test_one_that_is_being_read_stays_until_it_is_not(saved):
     with claim_step(saved, 10), claim_step(saved, 30):
-        assert prune(saved, Retention(), Verified()) == [20, 40]
+        assert prune(saved, Retention(), VerifiedSteps()) == [20, 40]
     assert steps_of(saved) == [60, 50, 30, 10]
-    assert prune(saved, Retention(), Verified()) == [10, 30]
+    assert prune(saved, Retention(), VerifiedSteps()) == [10, 30]
 
 
 def test_two_whole_ones_are_left_however_many_of_the_newest_are_damaged(saved):
     spoil(saved, 60, 40)
-    prune(saved, Retention(keep_last=2), Verified())
+    prune(saved, Retention(keep_last=2), VerifiedSteps())
     assert steps_of(saved) == [60, 50, 30]  # 50 and 30 are whole; what is damaged among the newest is not judged here
     spoil(saved, 50)
-    assert prune(saved, Retention(keep_last=2), Verified()) == []
+    assert prune(saved, Retention(keep_last=2), VerifiedSteps()) == []
 
 
 def test_the_last_good_one_is_left_however_many_came_after_it(saved, tensors_of):
@@ -117,11 +117,11 @@ def test_the_last_good_one_is_left_however_many_came_after_it(saved, tensors_of)
         write_checkpoint(
             saved, step, Snapshot.of_tensors(tensors_of(step)), {"not_good": "steps 65 to 89 were refused"}
         )
-    assert prune(saved, Retention(keep_last=2), Verified()) == [10, 20, 30, 40, 50, 70]
+    assert prune(saved, Retention(keep_last=2), VerifiedSteps()) == [10, 20, 30, 40, 50, 70]
     assert steps_of(saved) == [90, 80, 60]
     spoil(saved, 60)
     write_checkpoint(saved, 100, Snapshot.of_tensors(tensors_of(1)), {"not_good": "still"})
-    assert prune(saved, Retention(keep_last=2), Verified()) == [60, 80], "a damaged one is none"
+    assert prune(saved, Retention(keep_last=2), VerifiedSteps()) == [60, 80], "a damaged one is none"
 
 
 def save(run, tensors_of, step, doubt=None, margin=8):
@@ -133,7 +133,7 @@ def save(run, tensors_of, step, doubt=None, margin=8):
 
 
 def test_a_save_in_doubt_deletes_no_good_one_and_leaves_at_most_keep_last_of_its_kind(saved, tensors_of):
-    prune(saved, Retention(), Verified())
+    prune(saved, Retention(), VerifiedSteps())
     assert [save(saved, tensors_of, step, "unproven") for step in (61, 62, 63, 64)] == [[], [], [61], [62]]
     assert steps_of(saved) == [64, 63, 60, 50]
 
@@ -163,18 +163,18 @@ def test_nothing_is_deleted_once_the_run_is_lost(saved):
         raise LostRunError("taken over")
 
     with pytest.raises(LostRunError):
-        prune(saved, Retention(), Verified(), fence)
+        prune(saved, Retention(), VerifiedSteps(), fence)
     assert len(steps_of(saved)) == 6
 
 
 def test_nothing_is_deleted_when_fewer_than_two_are_whole(saved):
     spoil(saved, 10, 20, 30, 40, 50)
-    assert prune(saved, Retention(keep_last=2), Verified()) == []
+    assert prune(saved, Retention(keep_last=2), VerifiedSteps()) == []
     assert len(steps_of(saved)) == 6
 
 
 def test_bytes_are_read_once_but_a_lost_file_is_noticed_every_time(saved):
-    verified = Verified({60, 50})
+    verified = VerifiedSteps({60, 50})
     spoil(saved, 60)  # known to be whole, so not read again
     assert verified.is_whole(saved / "checkpoints/step-00000060")
     (saved / "checkpoints/step-00000060/state.json").unlink()
@@ -187,7 +187,7 @@ def test_bytes_are_read_once_but_a_lost_file_is_noticed_every_time(saved):
 def test_when_the_pins_cannot_be_read_nothing_is_deleted_and_the_save_still_counts(saved, tensors_of, text):
     (saved / "checkpoints/pins.json").write_text(text)
     with pytest.raises(BadInputError, match=r"pins.json"):
-        prune(saved, Retention(), Verified())
+        prune(saved, Retention(), VerifiedSteps())
     store = CheckpointStore(saved, retention=Retention())
     result = store.save(70, Snapshot.of_tensors(tensors_of(1)), {}, wait=True).result
     store.close()

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from zero2all.common.errors import AnomalyError, BadInputError, DiskError, LostRunError
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.checkpoints import commit, tensor_file
 from zero2all.train.checkpoints import store as store_module
 from zero2all.train.checkpoints.find import newest_checkpoint
@@ -88,11 +88,11 @@ def test_parameters_that_learn_are_filled_in_place_and_any_layout_is_saved(open_
     turned = torch.arange(12.0).view(3, 4).t()
     store.save(1, Snapshot.of_tensors({"model/a": turned}), {}, wait=True)
     parameter = torch.nn.Parameter(torch.zeros(4, 3))
-    store.newest().load_into({"model/a": Part.whole(parameter)})
+    store.newest().load_into({"model/a": TensorPart.whole(parameter)})
     assert torch.equal(parameter.detach(), turned)
     assert parameter.requires_grad
     other = torch.zeros(3, 4).t()
-    store.newest().load_into({"model/a": Part.whole(other)})
+    store.newest().load_into({"model/a": TensorPart.whole(other)})
     assert torch.equal(other, turned)
 
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(run
     assert "model/blocks.0.bias: not expected" in text
     assert torch.equal(target["model/blocks.0.weight"], torch.ones(5, 3))
     with pytest.raises(BadInputError, match=r"\(5, 3\) instead of \(3, 5\)"):
-        found.load_into({"model/blocks.0.weight": Part.whole(torch.zeros(3, 5))}, strict=False)
+        found.load_into({"model/blocks.0.weight": TensorPart.whole(torch.zeros(3, 5))}, strict=False)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_a_document_that_is_no_json_is_a_failed_save_and_the_next_one_works(open
 
 def test_too_little_space_is_found_before_the_first_byte(open_store, monkeypatch):
     store = open_store()
-    size = store.prepare({"model/a": Part.whole(torch.zeros(MB))})
+    size = store.prepare({"model/a": TensorPart.whole(torch.zeros(MB))})
     assert 4 * MB < size < 9 * MB
     usage = shutil.disk_usage(store.run.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=6 * MB))

@@ -9,7 +9,7 @@ import pytest
 
 from zero2all.common.files import read_json
 from zero2all.train.guards.advice import Facts, advice, data_is_suspect
-from zero2all.train.guards.detector import Detector, Finding
+from zero2all.train.guards.detector import Detector, GuardFinding
 from zero2all.train.guards.incident import (
     IncidentWriter,
     make_incident,
@@ -84,9 +84,9 @@ def test_advice_names_the_setting_and_the_value():
 # ---- the page -------------------------------------------------------------------------------------------------
 
 
-def finding(kind: str = "loss_spike", **details) -> Finding:
+def finding(kind: str = "loss_spike", **details) -> GuardFinding:
     channels = {"channel_losses": {"en": 8.0, f"zh{NASTY}": 3.1}}
-    return Finding(
+    return GuardFinding(
         kind, 300, (299_000, 300_000), f"it jumped {NASTY}", 8.0, 3.0, 4.0, 300, 299_000, {**channels, **details}
     )
 

@@ -9,17 +9,17 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.config.training import GuardsConfig
-from zero2all.train.guards.detector import Finding
+from zero2all.train.guards.detector import GuardFinding
 from zero2all.train.guards.ledger import LEDGER_FILE, DamagedLedgerError, SkipLedger, Skipped, rebuilt_ledger
 from zero2all.train.guards.policy import Continue, Policy, Rollback, SkipWindow, Stop
 
 STEP_TOKENS = 100
 
 
-def spike(step: int, kind: str = "loss_spike", onset: int | None = None) -> Finding:
+def spike(step: int, kind: str = "loss_spike", onset: int | None = None) -> GuardFinding:
     tokens = ((step - 1) * STEP_TOKENS, step * STEP_TOKENS)
     onset = onset or step
-    return Finding(kind, step, tokens, f"{kind} at {step}", 9.0, 3.0, 4.0, onset, (onset - 1) * STEP_TOKENS)
+    return GuardFinding(kind, step, tokens, f"{kind} at {step}", 9.0, 3.0, 4.0, onset, (onset - 1) * STEP_TOKENS)
 
 
 def decide(policy, ledger, step, findings, checkpoints):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from tests.train.optimizers.parameters import TABLE, logical
 from zero2all.config.training import OptimConfig
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.parallel.shards import part_of
 from zero2all.train.optimizers import muon
 from zero2all.train.optimizers.base import Master
@@ -91,4 +91,4 @@ def main():
 
 
 def without_group(part):
-    return Part(part.values.clone(), part.shape, part.box, part.start)
+    return TensorPart(part.values.clone(), part.shape, part.box, part.start)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.base import Master
 
 
@@ -42,7 +42,7 @@ def drawn(step, dtype=torch.float32, table=TABLE):
 
 def whole_masters(weights, gradients):
     """A master for each whole weight; its gradient is what `gradients` has under its name."""
-    return {name: Master(Part.whole(weight), partial(gradients.get, name)) for name, weight in weights.items()}
+    return {name: Master(TensorPart.whole(weight), partial(gradients.get, name)) for name, weight in weights.items()}
 
 
 def put_together(parts_of_ranks):

@@ -13,7 +13,7 @@ from tests.processes import Program
 from tests.train.optimizers import owners_worker as worker
 from tests.train.optimizers.parameters import TABLE, drawn, load_into, logical, put_together, whole_masters
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.base import Master
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.muon import balanced_owners, orthogonalising_cost
@@ -36,10 +36,10 @@ def part_of_rank(values, kind, parameter, rank):
     cut, flat = cut_of(kind, parameter), values.view(-1)
     if cut == "whole":
         owner = list(TABLE).index(parameter.name) % RANKS
-        return Part.whole(values) if rank == owner else Part.of_range(flat[:0], parameter.shape, 0, None)
+        return TensorPart.whole(values) if rank == owner else TensorPart.of_range(flat[:0], parameter.shape, 0, None)
     unit = values[0].numel() if cut == "rows" else 1
     borders = [flat.numel() // unit * part // RANKS * unit for part in range(RANKS + 1)]
-    return Part.of_range(flat[borders[rank] : borders[rank + 1]], parameter.shape, borders[rank], None)
+    return TensorPart.of_range(flat[borders[rank] : borders[rank + 1]], parameter.shape, borders[rank], None)
 
 
 def train_cut(config, implementation, ranks):
@@ -97,7 +97,7 @@ def test_how_each_optimizer_lets_parameters_be_cut():
 
 
 def test_a_layout_that_cuts_rows_is_named():
-    part = Part.of_range(torch.zeros(7), (3, 4), 2, None)
+    part = TensorPart.of_range(torch.zeros(7), (3, 4), 2, None)
     with pytest.raises(AssertionError, match=r"q: .* the layout cuts rows"):
         build_optimizer({"q": Master(part, lambda: None)}, OptimConfig("adamw_8bit"), {"q": logical("q", (3, 4))})
 

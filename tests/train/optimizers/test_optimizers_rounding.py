@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero2all.parallel.parts import Box, Part
+from zero2all.parallel.parts import Box, TensorPart
 from zero2all.train.optimizers.adamw_8bit import decode, encode
 from zero2all.train.optimizers.rounding import _at_places, fraction, places_of, random_bits, rounding_key, to_bfloat16
 
@@ -79,10 +79,10 @@ def test_places_of_rows_and_values_are_those_in_the_whole_tensor():
         values = part.values[rows]
         return _at_places(lambda _gradient, found, _key: found, values, places_of(part, rows), torch.tensor(0)).tolist()
 
-    rows = Part.of_range(torch.empty(2 * 20), (3, 4, 5), 20, None)
+    rows = TensorPart.of_range(torch.empty(2 * 20), (3, 4, 5), 20, None)
     assert places(rows, ...) == torch.arange(20, 60).view(2, 4, 5).tolist()
     assert places(rows, slice(1, 2)) == torch.arange(40, 60).view(1, 4, 5).tolist()
-    values = Part.of_range(torch.empty(9), (3, 4, 5), 7, None)
+    values = TensorPart.of_range(torch.empty(9), (3, 4, 5), 7, None)
     assert places(values, slice(2, 5)) == [9, 10, 11]
-    columns = Part.of_range(torch.empty(6), (3, 4), 0, None, Box((0, 2), (3, 2)))
+    columns = TensorPart.of_range(torch.empty(6), (3, 4), 0, None, Box((0, 2), (3, 2)))
     assert places(columns, slice(1, 3)) == [[6, 7], [10, 11]]

@@ -21,7 +21,7 @@ Measures = dict[str, Array]
 Judge = Callable[[Measures, CleanConfig], Array]
 
 
-class Rule(NamedTuple):
+class CleaningRule(NamedTuple):
     """A rule that drops texts."""
 
     judge: Judge
@@ -261,44 +261,46 @@ def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
     return bare & (listed | (words & (m["classical_share"] < 0.005)))
 
 
-JUDGES: dict[str, Rule] = {
-    "empty": Rule(lambda m, c: m["chars"] == 0),  # noqa: ARG005
-    "too_short": Rule(lambda m, c: m["chars"] < c.too_short.min_chars, "chars"),
-    "too_long": Rule(lambda m, c: m["chars"] > c.too_long.max_chars, "chars"),
-    "replacement_characters": Rule(_over("replacement_characters", "replacement_share"), "replacement_share"),
-    "mojibake": Rule(_mojibake, "mojibake_latin_share mojibake_han_share rare_share"),
-    "block_art": Rule(lambda m, c: m["art_share"] > c.block_art.max_share, "art_share"),
-    "wrong_script": Rule(_wrong_script, "han_share latin_share ascii_share"),
-    "blobs": Rule(_blobs, "blob_share"),
-    "digits": Rule(_digits, "digit_share prose_share"),
-    "symbols": Rule(_over("symbols", "symbol_share"), "symbol_share prose_share"),
-    "urls": Rule(_over("urls", "url_share"), "url_share prose_share"),
-    "emails": Rule(
+JUDGES: dict[str, CleaningRule] = {
+    "empty": CleaningRule(lambda m, c: m["chars"] == 0),  # noqa: ARG005
+    "too_short": CleaningRule(lambda m, c: m["chars"] < c.too_short.min_chars, "chars"),
+    "too_long": CleaningRule(lambda m, c: m["chars"] > c.too_long.max_chars, "chars"),
+    "replacement_characters": CleaningRule(_over("replacement_characters", "replacement_share"), "replacement_share"),
+    "mojibake": CleaningRule(_mojibake, "mojibake_latin_share mojibake_han_share rare_share"),
+    "block_art": CleaningRule(lambda m, c: m["art_share"] > c.block_art.max_share, "art_share"),
+    "wrong_script": CleaningRule(_wrong_script, "han_share latin_share ascii_share"),
+    "blobs": CleaningRule(_blobs, "blob_share"),
+    "digits": CleaningRule(_digits, "digit_share prose_share"),
+    "symbols": CleaningRule(_over("symbols", "symbol_share"), "symbol_share prose_share"),
+    "urls": CleaningRule(_over("urls", "url_share"), "url_share prose_share"),
+    "emails": CleaningRule(
         lambda m, c: (m["emails"] >= 3) & (m["emails_per_1000_chars"] > c.emails.max_per_1000_chars),
         "emails_per_1000_chars",
     ),
-    "few_distinct": Rule(
+    "few_distinct": CleaningRule(
         lambda m, c: (m["distinct_share"] < c.few_distinct.min_share) & (m["chars"] >= c.few_distinct.from_chars),
         "distinct_share",
     ),
-    "duplicate_lines": Rule(_duplicate_lines, "duplicate_line_share"),
-    "top_ngram": Rule(_over("top_ngram", "top_ngram_share"), "top_ngram_share"),
-    "duplicate_ngrams": Rule(_duplicate_ngrams, "duplicate_ngram_share"),
-    "menu_lines": Rule(_over("menu_lines", "menu_share"), "menu_share"),
-    "loose_lines": Rule(_list_like("loose_lines", "loose_line_share"), "loose_line_share function_share"),
-    "unended_lines": Rule(_list_like("unended_lines", "unended_line_share"), "unended_line_share function_share"),
-    "ellipsis_lines": Rule(_over("ellipsis_lines", "ellipsis_line_share", "lines"), "ellipsis_line_share"),
-    "few_sentences": Rule(_few_sentences, "sentences_per_1000_chars function_share"),
-    "few_function_words": Rule(_few_function_words, "function_word_share function_han_share"),
-    "keyword_lists": Rule(
+    "duplicate_lines": CleaningRule(_duplicate_lines, "duplicate_line_share"),
+    "top_ngram": CleaningRule(_over("top_ngram", "top_ngram_share"), "top_ngram_share"),
+    "duplicate_ngrams": CleaningRule(_duplicate_ngrams, "duplicate_ngram_share"),
+    "menu_lines": CleaningRule(_over("menu_lines", "menu_share"), "menu_share"),
+    "loose_lines": CleaningRule(_list_like("loose_lines", "loose_line_share"), "loose_line_share function_share"),
+    "unended_lines": CleaningRule(
+        _list_like("unended_lines", "unended_line_share"), "unended_line_share function_share"
+    ),
+    "ellipsis_lines": CleaningRule(_over("ellipsis_lines", "ellipsis_line_share", "lines"), "ellipsis_line_share"),
+    "few_sentences": CleaningRule(_few_sentences, "sentences_per_1000_chars function_share"),
+    "few_function_words": CleaningRule(_few_function_words, "function_word_share function_han_share"),
+    "keyword_lists": CleaningRule(
         _keyword_lists, "bare_share ended_phrase_share function_han_share pair_share verse classical"
     ),
-    "scrambled": Rule(_scrambled, "pair_excess pair_share modern_share"),
-    "garbled": Rule(_garbled, "noise_share rare_share broken_word_share modern_share"),
-    "spam": Rule(
+    "scrambled": CleaningRule(_scrambled, "pair_excess pair_share modern_share"),
+    "garbled": CleaningRule(_garbled, "noise_share rare_share broken_word_share modern_share"),
+    "spam": CleaningRule(
         lambda m, c: (m["spam_share"] > c.spam.max_share) & (m["spam_terms"] >= c.spam.min_terms),
         "spam_share spam_terms",
     ),
-    "long_lines": Rule(_long_lines, "longest_line_chars mean_line_chars"),
+    "long_lines": CleaningRule(_long_lines, "longest_line_chars mean_line_chars"),
 }
 """Every dropping rule that needs nothing but measures, in the order in which they are judged."""

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from zero2all.common.engine import Engine
+from zero2all.common.engine import TaskEngine
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, read_json, write_json
 from zero2all.common.manifest import fingerprint
@@ -55,7 +55,7 @@ from zero2all.corpus.dedup.tasks import (
     CompareTask,
     LargeTask,
     PartTask,
-    RowRange,
+    UnitRows,
     compare_pairs,
     edge_pieces,
     ends_of,
@@ -107,7 +107,7 @@ def find_duplicates(
     work: Path,
     config: DedupConfig | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    engine: Engine | None = None,
+    engine: TaskEngine | None = None,
     held_out: HeldOut | None = None,
 ) -> DedupResult:
     """Find the duplicates of all records of the finished unit folders, given in final order.
@@ -121,18 +121,18 @@ def find_duplicates(
     if config.near == "held_out" and held_out is None:
         raise AssertionError("near='held_out' needs to know which records are held out")
     work.mkdir(parents=True, exist_ok=True)
-    return _Search(list(units), work, config, max(memory_bytes, 1 << 20), engine, held_out).run()
+    return _DuplicateSearch(list(units), work, config, max(memory_bytes, 1 << 20), engine, held_out).run()
 
 
 @dataclass
-class _Search:
+class _DuplicateSearch:
     """One run of `find_duplicates`."""
 
     units: list[Path]
     work: Path
     config: DedupConfig
     memory_bytes: int
-    engine: Engine | None
+    engine: TaskEngine | None
     held_out: HeldOut | None
 
     def run(self) -> DedupResult:
@@ -196,13 +196,13 @@ class _Search:
         """All documents in chunks whose entries fill half a task's memory."""
         most = max(1, self.memory_bytes // 2 // bytes_per_document)
         chunks: list[Chunk] = []
-        ranges: list[RowRange] = []
+        ranges: list[UnitRows] = []
         room = most
         for folder, first, end in zip(self.units, self.first_ids, self.first_ids[1:], strict=False):
             at = first
             while at < end:
                 take = min(room, end - at)
-                ranges.append(RowRange(folder, at - first, take, at))
+                ranges.append(UnitRows(folder, at - first, take, at))
                 at += take
                 room -= take
                 if room == 0:

@@ -42,7 +42,7 @@ APART_NAME = "apart.npy"
 """One byte a document: 1 when it is held out. There only when nothing but copies of held-out records is dropped."""
 
 
-class RowRange(NamedTuple):
+class UnitRows(NamedTuple):
     """Consecutive rows of one unit."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
     """Consecutive documents."""
 
     number: int
-    ranges: tuple[RowRange, ...]
+    ranges: tuple[UnitRows, ...]
     steps: Path
     config: DedupConfig
 

@@ -32,7 +32,7 @@ from zero2all.common.files import as_written, human_bytes, read_json, write_json
 from zero2all.common.lock import folder_lock
 from zero2all.common.progress import counted, progress
 from zero2all.corpus.download.hub import Announce, Hub, HubFile, Patience, RepoKind
-from zero2all.corpus.download.transfer import PART_SUFFIX, Fleet, Transfer, digest_of
+from zero2all.corpus.download.transfer import PART_SUFFIX, FileTransfer, Fleet, digest_of
 
 STATE_FOLDER = ".download"
 PLAN_NAME, FINISHED_NAME, MANIFEST_NAME = "plan.json", "finished.jsonl", "download.json"
@@ -145,7 +145,7 @@ class _Download:
     def run(self) -> DownloadResult:
         """Survey, fetch, write the manifest."""
         result = self.survey()
-        transfers = [Transfer(file, self.home) for file in result.missing]
+        transfers = [FileTransfer(file, self.home) for file in result.missing]
         self._require_room(sum(transfer.file.size_bytes - transfer.position for transfer in transfers))
         here = {file.name: file.digest for file in result.files}
         if self.is_whole and self.state.get("commit") == result.commit and here == self.finished and not transfers:
@@ -232,7 +232,7 @@ class _Download:
                 "fewer files with --include and --exclude."
             )
 
-    def _begin(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
+    def _begin(self, result: DownloadResult, transfers: Sequence[FileTransfer]) -> None:
         """Write the plan, and remove what is not part of it."""
         missing = {file.name for file in result.missing}
         finished = self.finished | {file.name: file.digest for file in result.files if file.name not in missing}
@@ -249,7 +249,7 @@ class _Download:
         if gone:
             self.announce(f"removed, because commit {result.commit[:12]} no longer has them: {_names(gone)}")
 
-    def _fetch(self, result: DownloadResult, transfers: Sequence[Transfer]) -> None:
+    def _fetch(self, result: DownloadResult, transfers: Sequence[FileTransfer]) -> None:
         started, before = time.monotonic(), self.hub.patience.failures
         total = sum(file.size_bytes for file in result.missing)
         here = sum(transfer.position for transfer in transfers)

@@ -65,7 +65,7 @@ class MissingFileError(Exception):
     """The hub lists a file and does not have it."""
 
 
-class StoppedError(Exception):
+class DownloadStoppedError(Exception):
     """Another connection met an error, or the user interrupted."""
 
 
@@ -93,7 +93,7 @@ class Patience:
             while (left := self._not_before - time.monotonic()) > 0 and not self.stop.wait(left):
                 pass
             if self.stop.is_set():
-                raise StoppedError
+                raise DownloadStoppedError
             try:
                 return call()
             except InterruptedTransferError as error:

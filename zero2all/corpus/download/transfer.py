@@ -17,14 +17,14 @@ from pathlib import Path
 
 from zero2all.common.files import fsync_folder, human_bytes
 from zero2all.common.progress import Bar
-from zero2all.corpus.download.hub import Hub, HubFile, InterruptedTransferError, MissingFileError, StoppedError
+from zero2all.corpus.download.hub import DownloadStoppedError, Hub, HubFile, InterruptedTransferError, MissingFileError
 
 PART_SUFFIX = ".part"
 STOP_SECONDS = 2.0
 """How long a stopped download waits for its connections."""
 
 
-class Transfer:
+class FileTransfer:
     """One file on its way, and what earlier processes have fetched of it."""
 
     def __init__(self, file: HubFile, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Fleet:
         hub: Hub,
         commit: str,
         target: Path,
-        transfers: Sequence[Transfer],
+        transfers: Sequence[FileTransfer],
         on_whole: Callable[[HubFile], None],
         bar: Bar,
     ) -> None:
@@ -86,14 +86,14 @@ class Fleet:
         try:
             while (transfer := self._next()) is not None:
                 self._fetch(transfer)
-        except StoppedError:
+        except DownloadStoppedError:
             pass
         except BaseException as error:  # raised again by `run`
             with self._lock:
                 self._error = self._error or error
             self._stop.set()
 
-    def _next(self) -> Transfer | None:
+    def _next(self) -> FileTransfer | None:
         with self._lock:
             return self._queue.popleft() if self._queue else None
 
@@ -102,7 +102,7 @@ class Fleet:
             self.bytes_fetched += size
             self.bar.advance(size)
 
-    def _fetch(self, transfer: Transfer) -> None:
+    def _fetch(self, transfer: FileTransfer) -> None:
         """Fetch the rest of a file, through any number of lost connections, and check it."""
         try:
             self.hub.patience.repeat(
@@ -113,7 +113,7 @@ class Fleet:
             return
         self._settle(transfer)
 
-    def _request(self, transfer: Transfer) -> None:
+    def _request(self, transfer: FileTransfer) -> None:
         """One request: everything of the file that is missing, as far as it comes."""
         name, size, start = transfer.file.name, transfer.file.size_bytes, transfer.position
         with open(transfer.path, "ab", buffering=0) as part:
@@ -135,7 +135,7 @@ class Fleet:
                         raise InterruptedTransferError(f"asked for {byte_range} of {size:,} and was sent {sent!r}")
                 for chunk in answer.iter_raw():
                     if self._stop.is_set():
-                        raise StoppedError
+                        raise DownloadStoppedError
                     rest = memoryview(chunk)[: size - transfer.position]
                     while rest:
                         written = part.write(rest)
@@ -146,7 +146,7 @@ class Fleet:
                         return
         raise InterruptedTransferError(f"the answer ended at byte {transfer.position:,} of {size:,}")
 
-    def _settle(self, transfer: Transfer) -> None:
+    def _settle(self, transfer: FileTransfer) -> None:
         """Give a whole file its name if its checksum is right; else fetch it once more, but not twice."""
         file = transfer.file
         found = digest_of(transfer.path, file.algorithm, self._stop)
@@ -172,7 +172,7 @@ class Fleet:
         with self._lock:
             self._queue.appendleft(transfer)
 
-    def _give_up(self, transfer: Transfer, reason: str) -> None:
+    def _give_up(self, transfer: FileTransfer, reason: str) -> None:
         with self._lock:
             self.failures.setdefault(transfer.file.name, reason)
 
@@ -184,6 +184,6 @@ def digest_of(path: Path, algorithm: str, stop: threading.Event | None = None) -
     with open(path, "rb") as file:
         while block := file.read(4 << 20):
             if stop is not None and stop.is_set():
-                raise StoppedError
+                raise DownloadStoppedError
             digest.update(block)
     return digest.hexdigest()

@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, BinaryIO, cast
 
 from zero2all.corpus.readers.items import EXCERPT_CHARS, first_line_of
-from zero2all.corpus.readers.streams import CHUNK_BYTES, FilePart, Guard, Read, Stream, StreamError, ZstdStream
+from zero2all.corpus.readers.streams import CHUNK_BYTES, FileSlice, Guard, Read, Stream, StreamError, ZstdStream
 
 INSTALL_LIBARCHIVE = (
     "reading 7z and rar needs libarchive: apt install libarchive13 (Debian, Ubuntu), dnf install libarchive (Fedora), "
@@ -37,7 +37,7 @@ TAR_DEVICES = (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 
 
 @dataclass(slots=True)
-class Member:
+class ArchiveMember:
     """One entry of an archive. Those of tar, 7z and rar must be read before the next one is asked for."""
 
     number: int
@@ -51,8 +51,8 @@ class Member:
     open: Callable[[], Stream] | None = None
 
 
-def _member(number: int, name: str, size: int, skip: str, opened: Callable[[], Stream]) -> Member:
-    return Member(number, name, 0 if skip else size, skip, open=opened)
+def _member(number: int, name: str, size: int, skip: str, opened: Callable[[], Stream]) -> ArchiveMember:
+    return ArchiveMember(number, name, 0 if skip else size, skip, open=opened)
 
 
 def _why_skipped(is_folder: bool, is_link: bool, is_file: bool) -> str:
@@ -96,7 +96,7 @@ class TarReader:
         """Offset of the next byte to read."""
         self._size = self._file.seek(0, os.SEEK_END) if self._file is not None else 0
 
-    def members(self) -> Iterator[Member]:
+    def members(self) -> Iterator[ArchiveMember]:
         """All entries. Raises StreamError where the archive breaks off."""
         number = 0
         long_name = ""
@@ -109,7 +109,7 @@ class TarReader:
             except tarfile.HeaderError as error:
                 lost = self._to_next_header()
                 detail = f"tar header: {first_line_of(error)}; {lost:,} bytes skipped"
-                yield Member(number, "", lost, error=StreamError("damaged_archive", detail))
+                yield ArchiveMember(number, "", lost, error=StreamError("damaged_archive", detail))
                 number += 1
                 long_name, pax = "", {}
                 continue
@@ -135,16 +135,18 @@ class TarReader:
         if number == 0 or self._at > (self._position if self._file is None else self._size):
             raise StreamError("cut_off", "the tar ends inside an entry")
 
-    def _member(self, info: tarfile.TarInfo, number: int, name: str, at: int, size: int) -> Member:
+    def _member(self, info: tarfile.TarInfo, number: int, name: str, at: int, size: int) -> ArchiveMember:
         if info.type == tarfile.GNUTYPE_SPARSE:
-            return Member(number, name, size, error=StreamError("sparse_file", "sparse tar entries are not read"))
+            return ArchiveMember(
+                number, name, size, error=StreamError("sparse_file", "sparse tar entries are not read")
+            )
         is_link, is_file = info.issym() or info.islnk(), info.type not in TAR_DEVICES
         skip = _why_skipped(info.isdir(), is_link, is_file)
         return _member(number, name, size, skip, lambda: self._open(at, size))
 
     def _open(self, at: int, size: int) -> Stream:
         if self._file is not None and at + size <= self._size:
-            part = FilePart(self._file, at, size)
+            part = FileSlice(self._file, at, size)
             return Stream(part.read, cast(BinaryIO, part))
         self._position = max(self._position, at)
         end = at + size
@@ -239,14 +241,14 @@ class ZipReader:
         self._size = file.seek(0, os.SEEK_END)
         self.entries, self._directory_at, self._directory_bytes, self._shift = self._find_directory()
 
-    def members(self, start: int = 0, end: int | None = None) -> Iterator[Member]:
+    def members(self, start: int = 0, end: int | None = None) -> Iterator[ArchiveMember]:
         """Entries number `start` to `end`. Raises StreamError where the directory is damaged."""
         for number, info in islice(enumerate(self.directory()), start, end):
             yield self._member(number, info)
 
     def directory(self) -> Iterator[zipfile.ZipInfo]:
         """Every entry."""
-        part = FilePart(self._file, self._directory_at, self._directory_bytes)
+        part = FileSlice(self._file, self._directory_at, self._directory_bytes)
         buffer = b""
         for _ in range(self.entries):
             while len(buffer) < 46 or len(buffer) < 46 + sum(struct.unpack_from("<3H", buffer, 28)):
@@ -260,7 +262,7 @@ class ZipReader:
             buffer = buffer[length:]
             yield info
 
-    def _member(self, number: int, info: zipfile.ZipInfo) -> Member:
+    def _member(self, number: int, info: zipfile.ZipInfo) -> ArchiveMember:
         is_link = info.create_system == 3 and stat.S_ISLNK(info.external_attr >> 16)
         skip = _why_skipped(info.is_dir(), is_link, True)
         member = _member(number, info.filename, info.file_size, skip, lambda: self._open(info))
@@ -280,7 +282,7 @@ class ZipReader:
         if len(header) < 30 or header[:4] != b"PK\x03\x04":
             return _failed_stream(StreamError("damaged_archive", "the zip entry has no header of its own"))
         at += 30 + sum(struct.unpack_from("<2H", header, 26))
-        part = FilePart(self._file, at, info.compress_size)
+        part = FileSlice(self._file, at, info.compress_size)
         if info.compress_type == 93:
             return Stream(ZstdStream(part.read, self._guard).read)
         try:
@@ -364,7 +366,7 @@ def _zip_read(file: zipfile.ZipExtFile) -> Read:
 # ---- 7z, rar, and zips without a directory --------------------------------------------------------------------
 
 
-def libarchive_members(file: BinaryIO, guard: Guard, formats: str) -> Iterator[Member]:
+def libarchive_members(file: BinaryIO, guard: Guard, formats: str) -> Iterator[ArchiveMember]:
     """The members of an archive by libarchive. Raises StreamError where the archive breaks off.
 
     `formats`: `7zip`, `rar` (both generations), or `zip_streamable`, which walks a zip without its directory.
@@ -395,7 +397,7 @@ def _libarchive_error(error: Any, stream: _Countable) -> StreamError:
     return StreamError(reason, f"libarchive: {text}"[:EXCERPT_CHARS])  # str(error) has the address of a pointer in it
 
 
-def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard) -> Member:
+def _libarchive_member(number: int, entry: Any, stream: _Countable, guard: Guard) -> ArchiveMember:
     def opened() -> Stream:
         # A solid block may be unpacked ahead of the entry that needs it: measured against all that was read.
         return Stream(_watched(_libarchive_read(entry, stream), entry.size, lambda: stream.bytes_read, guard))
@@ -419,7 +421,7 @@ def _libarchive_read(entry: Any, stream: _Countable) -> Read:
     return read
 
 
-class _Countable(FilePart):
+class _Countable(FileSlice):
     """A file that counts what is read from it, and may pretend that it cannot seek."""
 
     def __init__(self, file: BinaryIO, seekable: bool) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.corpus.readers import kernels
-from zero2all.corpus.readers.items import Items, Limits, Origin, RawRow, damaged_at, too_large
+from zero2all.corpus.readers.items import ItemOrigin, Items, RawRow, ReaderLimits, damaged_at, too_large
 from zero2all.corpus.readers.lines import HEAD_KEPT, LARGE_BYTES, has_too_many_values, parse_record
 from zero2all.corpus.readers.streams import Stream
 
@@ -51,7 +51,13 @@ class Lost(NamedTuple):
 
 
 def read_json_array(
-    stream: Stream, origin: Origin, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
+    stream: Stream,
+    origin: ItemOrigin,
+    limits: ReaderLimits,
+    at: int,
+    first_key: str | None,
+    is_last: bool,
+    is_inside: bool,
 ) -> Items:
     """The elements from position `at`, where the stream stands.
 
@@ -84,7 +90,7 @@ def read_json_array(
         del event, data, value  # the scan goes on, and what it has given may be large
 
 
-def array_borders(stream: Stream, limits: Limits, at: int, first_key: str | None, unit_bytes: int) -> list[int]:
+def array_borders(stream: Stream, limits: ReaderLimits, at: int, first_key: str | None, unit_bytes: int) -> list[int]:
     """Where units of about `unit_bytes` can begin; the stream starts at byte `at` of its file.
 
     These are starts of elements behind a good element. Behind an error they also lie behind the byte that showed it:
@@ -111,7 +117,7 @@ class _ArrayScan:
     """One pass. `data` holds the bytes from `base` on; an element in progress stays in it up to the size limit."""
 
     def __init__(
-        self, stream: Stream, limits: Limits, at: int, first_key: str | None, is_last: bool, is_inside: bool
+        self, stream: Stream, limits: ReaderLimits, at: int, first_key: str | None, is_last: bool, is_inside: bool
     ) -> None:
         self.stream, self.limit, self.is_last, self.is_inside = stream, limits.max_record_bytes, is_last, is_inside
         self.data, self.base = bytearray(), at

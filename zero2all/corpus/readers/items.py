@@ -52,7 +52,7 @@ class TextBy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReaderLimits:
     """Sizes the readers must respect, and how plain text is cut."""
 
     max_record_bytes: int = 32_000_000
@@ -116,7 +116,7 @@ class Unit:
 
 
 @dataclass(eq=False, slots=True)
-class Origin:
+class ItemOrigin:
     """Where items come from: shared by all items of one file or archive member."""
 
     file: str
@@ -153,7 +153,7 @@ class RawRow:
     """One item as the file gave it."""
 
     fields: dict[str, Any]
-    origin: Origin
+    origin: ItemOrigin
     at: int
     """Where it starts, counted as `origin.counts` says."""
     end: int
@@ -193,7 +193,7 @@ class Damaged:
     excerpt: str = ""
     ends_file: bool = False
     """True when nothing behind this place could be read; `raw_bytes` then reaches to the end where that is known."""
-    origin: Origin | None = None
+    origin: ItemOrigin | None = None
     cursor: Cursor | None = None
     """From where reading goes on behind this item; None when it did not come from a reader."""
 
@@ -202,7 +202,7 @@ Items = Iterator[RawRow | Damaged]
 
 
 def damaged_at(
-    origin: Origin,
+    origin: ItemOrigin,
     at: int,
     end: int,
     reason: str,
@@ -218,14 +218,14 @@ def damaged_at(
     return Damaged(place, reason, detail[:EXCERPT_CHARS], raw_bytes, excerpt_of(data), ends_file, origin, cursor)
 
 
-def too_large(origin: Origin, at: int, size: int, limit: int, data: bytes) -> Damaged:
+def too_large(origin: ItemOrigin, at: int, size: int, limit: int, data: bytes) -> Damaged:
     """An item above `max_record_bytes`."""
     detail = f"{size:,} bytes; max_record_bytes is {limit:,}"
     return damaged_at(origin, at, at + size, "too_large", detail, size, data[:limit])
 
 
 def wrong_encoding(
-    origin: Origin, at: int, end: int, data: bytes, error: UnicodeDecodeError, more: str = ""
+    origin: ItemOrigin, at: int, end: int, data: bytes, error: UnicodeDecodeError, more: str = ""
 ) -> Damaged:
     """An item with bytes that its encoding does not have."""
     detail = f"byte 0x{data[error.start]:02x} at {error.start} of {len(data)} is not {origin.encoding}"

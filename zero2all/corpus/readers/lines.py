@@ -13,10 +13,10 @@ from zero2all.common import jsonio
 from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import (
     Damaged,
+    ItemOrigin,
     Items,
-    Limits,
-    Origin,
     RawRow,
+    ReaderLimits,
     damaged_at,
     first_line_of,
     too_large,
@@ -119,7 +119,7 @@ def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
 # ---- one JSON value a line ------------------------------------------------------------------------------------
 
 
-def read_json_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+def read_json_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
     """JSON lines from position `at`, where the stream stands."""
     loads = jsonio.loads
     encoding = origin.data
@@ -146,7 +146,7 @@ def read_json_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> 
 
 
 def _whole_lines(
-    stream: Stream, origin: Origin, limits: Limits, at: int
+    stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int
 ) -> Iterator[tuple[list[bytes], int, int] | Damaged]:
     """Lines, the length of their line ends, and the position of the first of them; and what cannot be read."""
     for batch in line_batches(stream, origin.data, limits.max_record_bytes):
@@ -164,7 +164,7 @@ def _whole_lines(
 
 
 def parse_record(
-    data: bytes, encoding: str, origin: Origin, at: int, end: int, strings: bool = False
+    data: bytes, encoding: str, origin: ItemOrigin, at: int, end: int, strings: bool = False
 ) -> RawRow | Damaged | None:
     """A JSON value that is not the usual small object: anything but an object is damage, blank is nothing.
 
@@ -212,7 +212,7 @@ def _lenient_loads(data: bytes, encoding: str) -> Any:
 # ---- plain text, a document a line ----------------------------------------------------------------------------
 
 
-def read_text_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+def read_text_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
     """Every line that is not blank, from position `at`, where the stream stands."""
     for batch in _whole_lines(stream, origin, limits, at):
         if isinstance(batch, Damaged):
@@ -227,7 +227,7 @@ def read_text_lines(stream: Stream, origin: Origin, limits: Limits, at: int) -> 
             at = end
 
 
-def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> RawRow | Damaged | None:
+def text_row(data: bytes, origin: ItemOrigin, at: int, end: int, whole: bool) -> RawRow | Damaged | None:
     """A document of plain text; nothing when it is blank. `whole`: it is all of its file.
 
     The path of a program belongs to what a model should read; the name of a text file is only where it came from.
@@ -250,7 +250,7 @@ def text_row(data: bytes, origin: Origin, at: int, end: int, whole: bool) -> Raw
     return RawRow(fields, origin, at, end, is_document=True, replaced=replaced)
 
 
-def broken_item(stream: Stream, origin: Origin, at: int, rest: bytes) -> Damaged:
+def broken_item(stream: Stream, origin: ItemOrigin, at: int, rest: bytes) -> Damaged:
     """What stands at the place where a stream broke."""
     if stream.broken is None:
         raise AssertionError("asked for the damage of a stream that is whole")

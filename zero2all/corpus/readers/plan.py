@@ -18,9 +18,9 @@ from typing import BinaryIO
 from zero2all.corpus.listing import CODE_SUFFIXES, InputFile, open_input
 from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_libarchive
 from zero2all.corpus.readers.encodings import newline_of
-from zero2all.corpus.readers.items import Format, Limits, TextBy, Unit, first_line_of, suffix_of
-from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, Found, container_of, inner_name, sniff
-from zero2all.corpus.readers.streams import FilePart, Guard, Stream, StreamError, decompress
+from zero2all.corpus.readers.items import Format, ReaderLimits, TextBy, Unit, first_line_of, suffix_of
+from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, SniffedFormat, container_of, inner_name, sniff
+from zero2all.corpus.readers.streams import FileSlice, Guard, Stream, StreamError, decompress
 
 LOOK_BYTES = 1 << 16
 BLANKS_SEEN = 4096
@@ -28,7 +28,7 @@ BLANKS_SEEN = 4096
 _BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 
 
-def plan_units(file: InputFile, limits: Limits, first_number: int = 0) -> list[Unit]:
+def plan_units(file: InputFile, limits: ReaderLimits, first_number: int = 0) -> list[Unit]:
     """The units of a file, in order. Always at least one; its format says when there is nothing to read."""
     try:
         with closing(open_input(file)) as handle:
@@ -38,7 +38,7 @@ def plan_units(file: InputFile, limits: Limits, first_number: int = 0) -> list[U
     return [replace(unit, number=number) for number, unit in enumerate(units, first_number)]
 
 
-def _plan(file: InputFile, handle: BinaryIO, limits: Limits) -> list[Unit]:
+def _plan(file: InputFile, handle: BinaryIO, limits: ReaderLimits) -> list[Unit]:
     found, layers = _look_inside(file, handle, limits)
     unit = Unit(file, 0, compression=" ".join(layers), raw_bytes=file.size_bytes, **found._asdict())
     if layers and found.format not in (Format.EMPTY, Format.NEEDS_LIBARCHIVE):
@@ -51,9 +51,9 @@ def _plan(file: InputFile, handle: BinaryIO, limits: Limits) -> list[Unit]:
     return _split(unit, borders, borders, file.size_bytes)
 
 
-def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Found, list[str]]:
+def _look_inside(file: InputFile, handle: BinaryIO, limits: ReaderLimits) -> tuple[SniffedFormat, list[str]]:
     """What is under all compression, and the names of the layers above it."""
-    part = FilePart(handle, 0, file.size_bytes)
+    part = FileSlice(handle, 0, file.size_bytes)
     stream = Stream(part.read)
     name = file.name
     layers: list[str] = []
@@ -62,14 +62,14 @@ def _look_inside(file: InputFile, handle: BinaryIO, limits: Limits) -> tuple[Fou
         container = container_of(head, name)
         if container in ARCHIVES:
             missing = container in ("7z", "rar") and not has_libarchive()
-            return Found(Format.NEEDS_LIBARCHIVE if missing else Format.ARCHIVE), [*layers, container]
+            return SniffedFormat(Format.NEEDS_LIBARCHIVE if missing else Format.ARCHIVE), [*layers, container]
         if container not in STREAMS or len(layers) >= limits.max_nesting:
             break
         layers.append(container)
         stream = Stream(decompress(stream.read_or_raise, container, Guard(file.size_bytes, limits)))
         name = inner_name(name, container)
     if not head:
-        return Found(Format.TEXT if stream.broken is not None else Format.EMPTY), layers
+        return SniffedFormat(Format.TEXT if stream.broken is not None else Format.EMPTY), layers
     sample = _sample(handle, file.size_bytes) if not layers else b""
     return sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None, sample=sample), layers
 
@@ -100,13 +100,13 @@ def _split(unit: Unit, starts: list[int], ends_at: list[int], total: int) -> lis
 # ---- plain files ----------------------------------------------------------------------------------------------
 
 
-def _borders(unit: Unit, handle: BinaryIO, limits: Limits) -> list[int]:
+def _borders(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[int]:
     """Bytes where units after the first begin."""
     size = unit.file.size_bytes
     unit_bytes = limits.unit_bytes
     if size < unit_bytes * 3 // 2:
         return []
-    stream = Stream(FilePart(handle, unit.bom_bytes, size - unit.bom_bytes).read)
+    stream = Stream(FileSlice(handle, unit.bom_bytes, size - unit.bom_bytes).read)
     wide = len(newline_of(unit.encoding)) > 1
     if unit.format is Format.JSON_LINES:
         return _line_borders(unit, handle, unit_bytes, 1)
@@ -190,7 +190,7 @@ def _behind_blank_line(handle: BinaryIO, at: int) -> int | None:
 # ---- files with an index of their own -------------------------------------------------------------------------
 
 
-def _plan_parquet(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
+def _plan_parquet(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[Unit]:
     from zero2all.corpus.readers.tables import parquet_errors, rows_in_groups
 
     file = unit.file
@@ -219,7 +219,7 @@ def _gathered(sizes: Iterable[int], unit_bytes: int) -> tuple[list[int], list[in
     return starts, shares
 
 
-def _plan_compressed(unit: Unit, handle: BinaryIO, limits: Limits, layers: list[str]) -> list[Unit]:
+def _plan_compressed(unit: Unit, handle: BinaryIO, limits: ReaderLimits, layers: list[str]) -> list[Unit]:
     if layers == ["zip"]:
         return _plan_zip(unit, handle, limits)
     if layers == ["tar"]:
@@ -228,7 +228,7 @@ def _plan_compressed(unit: Unit, handle: BinaryIO, limits: Limits, layers: list[
     return [replace(unit, note=f"{stream} cannot be split: one worker reads it, and resuming unpacks it again")]
 
 
-def _plan_zip(unit: Unit, handle: BinaryIO, limits: Limits) -> list[Unit]:
+def _plan_zip(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[Unit]:
     size = handle.seek(0, os.SEEK_END)
     try:
         reader = ZipReader(handle, Guard(size, limits))

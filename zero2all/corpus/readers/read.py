@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 
 from zero2all.corpus.listing import CODE_SUFFIXES, open_input
 from zero2all.corpus.readers import archives
-from zero2all.corpus.readers.archives import Member
+from zero2all.corpus.readers.archives import ArchiveMember
 from zero2all.corpus.readers.encodings import Transcoded, newline_of
 from zero2all.corpus.readers.items import (
     FINISHED,
@@ -19,12 +19,12 @@ from zero2all.corpus.readers.items import (
     Cursor,
     Damaged,
     Format,
+    ItemOrigin,
     Items,
-    Limits,
     OnBytes,
     OnSkip,
-    Origin,
     RawRow,
+    ReaderLimits,
     TextBy,
     Unit,
     damaged_at,
@@ -46,24 +46,24 @@ from zero2all.corpus.readers.sniff import (
     HEAD_BYTES,
     JSON_SUFFIXES,
     STREAMS,
-    Found,
+    SniffedFormat,
     container_of,
     inner_name,
     sniff,
 )
 from zero2all.corpus.readers.streams import (
-    FilePart,
+    FileSlice,
     Guard,
-    Progress,
     Stream,
     StreamError,
+    UnitProgress,
     decompress,
     spooled,
 )
 
 
 def read_unit(
-    unit: Unit, limits: Limits, on_bytes: OnBytes, resume_at: Cursor | None = None, on_skip: OnSkip | None = None
+    unit: Unit, limits: ReaderLimits, on_bytes: OnBytes, resume_at: Cursor | None = None, on_skip: OnSkip | None = None
 ) -> Items:
     """Everything in one unit, in order, or what follows the item whose cursor is `resume_at`.
 
@@ -71,14 +71,14 @@ def read_unit(
     members that hold nothing to read, between the items they stand between. A reader never raises for bad content: it
     yields `Damaged` and goes on.
     """
-    progress = Progress(on_bytes, unit.raw_bytes)
+    progress = UnitProgress(on_bytes, unit.raw_bytes)
     if unit.format not in NOT_READ and resume_at != [FINISHED]:
         try:
             with closing(open_input(unit.file)) as file:
                 skip = on_skip or (lambda _reason, _name: None)
                 yield from _UnitReader(unit, limits, file, progress, skip).items(resume_at)
         except OSError as error:
-            origin = Origin(unit.file.name, "", unit.format)
+            origin = ItemOrigin(unit.file.name, "", unit.format)
             yield damaged_at(origin, 0, 0, "read_error", first_line_of(error), unit.raw_bytes, ends_file=True)
     progress.finish()
 
@@ -86,7 +86,9 @@ def read_unit(
 class _UnitReader:
     """One unit while it is read."""
 
-    def __init__(self, unit: Unit, limits: Limits, file: BinaryIO, progress: Progress, on_skip: OnSkip) -> None:
+    def __init__(
+        self, unit: Unit, limits: ReaderLimits, file: BinaryIO, progress: UnitProgress, on_skip: OnSkip
+    ) -> None:
         self.unit, self.limits, self.file, self.progress, self.on_skip = unit, limits, file, progress, on_skip
         self.name = unit.file.name
         self.guard = Guard(unit.file.size_bytes, limits)
@@ -96,7 +98,7 @@ class _UnitReader:
         unit = self.unit
         if not unit.compression:
             return self._plain(resume)
-        part = FilePart(self.file, 0, unit.file.size_bytes, self.progress)
+        part = FileSlice(self.file, 0, unit.file.size_bytes, self.progress)
         return self._stream(Stream(part.read, cast(BinaryIO, part)), self.name, "", (), 0, resume)
 
     # ---- what files are split into -----------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class _UnitReader:
         if resume and not self._is_whole(origin, size) and not self._is_converted(origin, size):
             start = resume[0]
         end = size if unit.end is None else unit.end
-        stream = Stream(FilePart(self.file, start, end - start, self.progress).read)
+        stream = Stream(FileSlice(self.file, start, end - start, self.progress).read)
         return self._leaf(stream, found, origin, size, resume, start)
 
     # ---- layers ------------------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ class _UnitReader:
         head = stream.peek(HEAD_BYTES)
         container = container_of(head, name)
         if container and depth >= self.limits.max_nesting:
-            origin = self._origin(Found(Format.ARCHIVE), name, member, path)
+            origin = self._origin(SniffedFormat(Format.ARCHIVE), name, member, path)
             detail = f"more than {self.limits.max_nesting} nested archives and compressions (max_nesting)"
             yield damaged_at(origin, 0, FINISHED, "nested_too_deep", detail, 0, head)
         elif container in STREAMS:
@@ -138,14 +140,14 @@ class _UnitReader:
         else:
             found = sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None)
             if not head:
-                found = Found(Format.TEXT)
+                found = SniffedFormat(Format.TEXT)
             if found.format in NOT_READ:
                 self.on_skip(found.format, self._label(member))
                 return
             origin = self._origin(found, name, member, path)
             yield from self._leaf(stream, found, origin, self._size_of(stream, found), resume)
 
-    def _size_of(self, stream: Stream, found: Found) -> int:
+    def _size_of(self, stream: Stream, found: SniffedFormat) -> int:
         """How long a stream is, as far as it matters: whether a text is long enough to be cut."""
         if found.format is not Format.TEXT or self.limits.text_by is not TextBy.AUTO:
             return 0
@@ -170,7 +172,7 @@ class _UnitReader:
                     if inner != [FINISHED]:
                         yield from self._member(entry, member, path, depth, inner)
         except StreamError as error:
-            origin = self._origin(Found(Format.ARCHIVE), self.name, member, path)
+            origin = self._origin(SniffedFormat(Format.ARCHIVE), self.name, member, path)
             words = f"{kind}: {error.detail}"
             place = f"{member}, {kind} archive" if member else f"{kind} archive"
             cursor = [*path, FINISHED]
@@ -187,7 +189,7 @@ class _UnitReader:
 
     def _entries(
         self, kind: str, stream: Stream, file: BinaryIO | None, first: int, end: int | None
-    ) -> Iterator[Member]:
+    ) -> Iterator[ArchiveMember]:
         if kind == "tar":
             yield from archives.TarReader(stream).members()
             return
@@ -205,7 +207,7 @@ class _UnitReader:
         yield from reader.members(first, end)
 
     def _member(
-        self, entry: archives.Member, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+        self, entry: archives.ArchiveMember, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None
     ) -> Items:
         name = entry.name.removeprefix("./")
         member = f"{outer}/{name}" if outer else name
@@ -218,7 +220,7 @@ class _UnitReader:
                 "unsafe_name", f"the archive member {name!r} points outside of the archive, so it is not read"
             )
         if problem is not None:
-            origin = self._origin(Found(Format.ARCHIVE), name, member, inner_path)
+            origin = self._origin(SniffedFormat(Format.ARCHIVE), name, member, inner_path)
             place = member or f"entry {entry.number + 1}"
             cursor = [*inner_path, FINISHED]
             yield Damaged(place, problem.reason, problem.detail, entry.size, "", False, origin, cursor)
@@ -232,18 +234,18 @@ class _UnitReader:
 
     # ---- formats -----------------------------------------------------------------------------------------------
 
-    def _origin(self, found: Found, name: str, member: str, path: tuple[int, ...]) -> Origin:
+    def _origin(self, found: SniffedFormat, name: str, member: str, path: tuple[int, ...]) -> ItemOrigin:
         counts = "row" if found.format is Format.PARQUET else "byte"
         is_code = suffix_of(name) in CODE_SUFFIXES
         is_misnamed = found.format is Format.TEXT and suffix_of(name) in JSON_SUFFIXES
         encoding = found.encoding
-        return Origin(self.name, member, found.format, encoding, encoding, path, is_code, is_misnamed, counts)
+        return ItemOrigin(self.name, member, found.format, encoding, encoding, path, is_code, is_misnamed, counts)
 
     def _leaf(
         self,
         stream: Stream,
-        found: Found,
-        origin: Origin,
+        found: SniffedFormat,
+        origin: ItemOrigin,
         size: int,
         resume: Cursor | None,
         start: int = 0,
@@ -290,7 +292,7 @@ class _UnitReader:
         else:
             yield from read_long_text(stream, origin, limits, at, line_start)
 
-    def _parquet(self, file: Path | BinaryIO, origin: Origin, resume: Cursor | None) -> Items:
+    def _parquet(self, file: Path | BinaryIO, origin: ItemOrigin, resume: Cursor | None) -> Items:
         from zero2all.corpus.readers.tables import read_parquet
 
         unit = self.unit
@@ -298,7 +300,7 @@ class _UnitReader:
         row = resume[0] if resume else None
         yield from read_parquet(file, origin, self.limits, groups, unit.first_row, row, self.progress, unit.raw_bytes)
 
-    def _nested_parquet(self, stream: Stream, origin: Origin, resume: Cursor | None) -> Items:
+    def _nested_parquet(self, stream: Stream, origin: ItemOrigin, resume: Cursor | None) -> Items:
         try:
             with self._seekable(stream) as file:
                 assert file is not None, "parquet is not read from a stream"
@@ -307,7 +309,7 @@ class _UnitReader:
         except StreamError as error:
             yield damaged_at(origin, 0, 0, error.reason, error.detail, 0, ends_file=True)
 
-    def _is_whole(self, origin: Origin, size: int) -> bool:
+    def _is_whole(self, origin: ItemOrigin, size: int) -> bool:
         """Whether all of a file or member is one item."""
         if origin.format is not Format.TEXT:
             return origin.format is Format.JSON_OBJECT
@@ -315,7 +317,7 @@ class _UnitReader:
             return True
         return self.limits.text_by is TextBy.AUTO and size <= self.limits.split_text_above_bytes
 
-    def _is_converted(self, origin: Origin, size: int) -> bool:
+    def _is_converted(self, origin: ItemOrigin, size: int) -> bool:
         """Whether the data must be brought to UTF-8 before it is cut into items."""
         if origin.encoding == "utf-8":
             return False
@@ -324,8 +326,8 @@ class _UnitReader:
         return origin.format in (Format.JSON_ARRAY, Format.CSV)
 
 
-def _found_of(unit: Unit) -> Found:
-    return Found(*(getattr(unit, name) for name in Found._fields))
+def _found_of(unit: Unit) -> SniffedFormat:
+    return SniffedFormat(*(getattr(unit, name) for name in SniffedFormat._fields))
 
 
 # Plain text by file, by blank line, and long texts cut into documents.
@@ -342,7 +344,7 @@ READ_BYTES = 1 << 18
 _BLANK_LINE = re.compile(rb"\n(?=[^\S\n]*\n)")
 
 
-def read_whole(stream: Stream, origin: Origin, limits: Limits) -> Items:
+def read_whole(stream: Stream, origin: ItemOrigin, limits: ReaderLimits) -> Items:
     """The whole file as one document, or as one JSON value."""
     chunks: list[bytes] = []
     size = 0
@@ -364,7 +366,7 @@ def read_whole(stream: Stream, origin: Origin, limits: Limits) -> Items:
         yield item
 
 
-def read_paragraphs(stream: Stream, origin: Origin, limits: Limits, at: int) -> Items:
+def read_paragraphs(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
     """Blocks of lines with blank lines between them, from position `at`, where the stream stands."""
     limit = limits.max_record_bytes
     encoding = origin.data
@@ -399,7 +401,7 @@ def read_paragraphs(stream: Stream, origin: Origin, limits: Limits, at: int) -> 
 
 
 def _paragraph(
-    block: list[bytes], size: int, newline: bytes, origin: Origin, limits: Limits, start: int, end: int
+    block: list[bytes], size: int, newline: bytes, origin: ItemOrigin, limits: ReaderLimits, start: int, end: int
 ) -> Items:
     if size > limits.max_record_bytes + len(newline):
         yield too_large(origin, start, end - start, limits.max_record_bytes, block[0])
@@ -409,7 +411,7 @@ def _paragraph(
         yield item
 
 
-def read_long_text(stream: Stream, origin: Origin, limits: Limits, at: int, line_start: int | None) -> Items:
+def read_long_text(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int, line_start: int | None) -> Items:
     """Documents of 1 to 4 `text_piece_bytes` of UTF-8 text, from position `at`, where the stream stands.
 
     `line_start`: where the line began that `at` lies in, if it is not its beginning.
@@ -444,7 +446,7 @@ def read_long_text(stream: Stream, origin: Origin, limits: Limits, at: int, line
         yield broken_item(stream, origin, at, data)
 
 
-def _document_end(data: bytes, at_end: bool, at: int, line_start: int, limits: Limits) -> int:
+def _document_end(data: bytes, at_end: bool, at: int, line_start: int, limits: ReaderLimits) -> int:
     """How long the document at the beginning of `data` is."""
     most = limits.text_piece_bytes * LONGEST
     if len(data) <= most and at_end:

@@ -47,7 +47,7 @@ LONG_CELL = 40
 """Characters of most cells of a column that holds texts."""
 
 
-class Found(NamedTuple):
+class SniffedFormat(NamedTuple):
     """What the beginning of a file says about it."""
 
     format: Format
@@ -99,7 +99,7 @@ def inner_name(name: str, compression: str) -> str:
     return name[: -len(suffix)] + (".tar" if suffix.startswith(".t") else "")
 
 
-def sniff(head: bytes, name: str, whole: bool | None = None, sample: bytes = b"") -> Found:
+def sniff(head: bytes, name: str, whole: bool | None = None, sample: bytes = b"") -> SniffedFormat:
     """What a file that starts with `head` (up to 64 KB) and has this name or ending holds.
 
     `sample`: text from further inside, for the encoding of a file that begins in ASCII. `whole`: the head is all.
@@ -107,39 +107,39 @@ def sniff(head: bytes, name: str, whole: bool | None = None, sample: bytes = b""
     whole = len(head) < HEAD_BYTES if whole is None else whole
     suffix = suffix_of(name) or (name.lower() if name.startswith(".") else "")
     if not head:
-        return Found(Format.EMPTY)
+        return SniffedFormat(Format.EMPTY)
     if head.startswith(b"PAR1"):
-        return Found(Format.PARQUET)
+        return SniffedFormat(Format.PARQUET)
     if head.startswith(_OTHER_COMPRESSION):
-        return Found(Format.COMPRESSED)
+        return SniffedFormat(Format.COMPRESSED)
     if container_of(head, name):
-        return Found(Format.ARCHIVE)
+        return SniffedFormat(Format.ARCHIVE)
     encoding, bom_bytes = find_encoding(head, whole)
     if encoding == "utf-8" and sample and head.isascii():
         encoding = find_encoding(sample, whole=False)[0]
     if encoding == BINARY:
-        return Found(Format.BINARY)
+        return SniffedFormat(Format.BINARY)
     text = head[bom_bytes:]
     if encoding != "utf-8":
         text = text.decode(encoding, errors="ignore").encode()
     return _sniff_text(text, suffix, whole)._replace(encoding=encoding, bom_bytes=bom_bytes)
 
 
-def _sniff_text(text: bytes, suffix: str, whole: bool) -> Found:
+def _sniff_text(text: bytes, suffix: str, whole: bool) -> SniffedFormat:
     if suffix in CODE_SUFFIXES:
-        return Found(Format.TEXT)
+        return SniffedFormat(Format.TEXT)
     body = text.lstrip()
     named_json = suffix in JSON_SUFFIXES
     if body.startswith(b"["):
         if _ARRAY_START.match(body) or (named_json and _JSON_ARRAY.match(body)):
             key = _FIRST_KEY.match(body)
-            return Found(Format.JSON_ARRAY, first_key=key[1].decode("utf-8", "replace") if key else None)
-        return Found(Format.TEXT)
+            return SniffedFormat(Format.JSON_ARRAY, first_key=key[1].decode("utf-8", "replace") if key else None)
+        return SniffedFormat(Format.TEXT)
     if body.startswith(b"{") and not body.startswith(_TEMPLATES):
-        return Found(_sniff_objects(body, named_json, whole))
+        return SniffedFormat(_sniff_objects(body, named_json, whole))
     if named_json and _has_json_lines(body, whole):
-        return Found(Format.JSON_LINES)
-    return _sniff_table(text, suffix, whole) or Found(Format.TEXT)
+        return SniffedFormat(Format.JSON_LINES)
+    return _sniff_table(text, suffix, whole) or SniffedFormat(Format.TEXT)
 
 
 def _sniff_objects(body: bytes, named_json: bool, whole: bool) -> Format:
@@ -173,7 +173,7 @@ def _is_json(data: bytes, kind: type = object) -> bool:
         return False
 
 
-def _sniff_table(text: bytes, suffix: str, whole: bool) -> Found | None:
+def _sniff_table(text: bytes, suffix: str, whole: bool) -> SniffedFormat | None:
     """A table by its name and even columns; without the name only if its header also names a text field."""
     import csv
 
@@ -198,7 +198,7 @@ def _sniff_table(text: bytes, suffix: str, whole: bool) -> Found | None:
             return None
         only = lines[0].strip().strip('"')
         has_header = only.lower() in TEXT_FIELDS
-        return Found(Format.CSV, delimiter=",", header=(only if has_header else "text",), has_header=has_header)
+        return SniffedFormat(Format.CSV, delimiter=",", header=(only if has_header else "text",), has_header=has_header)
     even, _, _, delimiter, rows = max(candidates)
     names = [name.strip() for name in rows[0]]
     has_header = _is_header(names, [row for row in rows[1:] if len(row) == len(names)])
@@ -206,7 +206,7 @@ def _sniff_table(text: bytes, suffix: str, whole: bool) -> Found | None:
     if not named and not (has_header and names_text and even == 1.0 and len(lines) > 2):
         return None
     header = tuple(names) if has_header else tuple(f"column{n}" for n in range(1, len(names) + 1))
-    return Found(Format.CSV, delimiter=delimiter, header=header, has_header=has_header)
+    return SniffedFormat(Format.CSV, delimiter=delimiter, header=header, has_header=has_header)
 
 
 def _is_header(names: list[str], rows: list[list[str]]) -> bool:

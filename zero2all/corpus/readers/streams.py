@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from zero2all.common.errors import DiskError, is_disk_full
-from zero2all.corpus.readers.items import Limits, first_line_of
+from zero2all.corpus.readers.items import ReaderLimits, first_line_of
 
 Read = Callable[[int], bytes]
 
@@ -98,7 +98,7 @@ class Stream:
         return size - left
 
 
-class Progress:
+class UnitProgress:
     """Tells the caller how many bytes of a unit were consumed: never more than it has, and all of them in the end."""
 
     def __init__(self, on_bytes: Callable[[int], None], total: int) -> None:
@@ -119,7 +119,7 @@ class Progress:
 class Guard:
     """Refuses decompression bombs, by the ratio of one stream and of the whole file."""
 
-    def __init__(self, file_bytes: int, limits: Limits) -> None:
+    def __init__(self, file_bytes: int, limits: ReaderLimits) -> None:
         self._file_bytes, self._limits = file_bytes, limits
         self._total = 0
 
@@ -136,10 +136,10 @@ class Guard:
                 )
 
 
-class FilePart(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """Some bytes of a file, read like a file. Several parts may share one handle: each seeks before it reads."""
 
-    def __init__(self, file: BinaryIO, start: int, size: int, progress: Progress | None = None) -> None:
+    def __init__(self, file: BinaryIO, start: int, size: int, progress: UnitProgress | None = None) -> None:
         self._file, self._start, self._size, self._at, self._progress = file, start, size, 0, progress
 
     def readable(self) -> bool:  # noqa: D102
@@ -407,7 +407,7 @@ class FrameWalker:
                 self._frame_ended()
 
 
-def spooled(stream: Stream, limits: Limits) -> BinaryIO:
+def spooled(stream: Stream, limits: ReaderLimits) -> BinaryIO:
     """All of a stream in a temporary file without a name, for formats that need random access."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:

@@ -12,17 +12,17 @@ from typing import Any, BinaryIO, NamedTuple
 
 from zero2all.corpus.readers.items import (
     Damaged,
+    ItemOrigin,
     Items,
-    Limits,
-    Origin,
     RawRow,
+    ReaderLimits,
     damaged_at,
     first_line_of,
     too_large,
     wrong_encoding,
 )
 from zero2all.corpus.readers.lines import HEAD_KEPT, broken_item
-from zero2all.corpus.readers.streams import CHUNK_BYTES, Progress, Stream
+from zero2all.corpus.readers.streams import CHUNK_BYTES, Stream, UnitProgress
 
 # ---- CSV ------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class LongRow(NamedTuple):
 class RowScan:
     """Finds rows, which may have line ends inside quotes, in constant memory."""
 
-    def __init__(self, stream: Stream, limits: Limits, at: int, delimiter: str) -> None:
+    def __init__(self, stream: Stream, limits: ReaderLimits, at: int, delimiter: str) -> None:
         self.stream, self.limit, self.delimiter = stream, limits.max_record_bytes, ord(delimiter)
         self.data, self.base = b"", at
         self.row_start = at
@@ -103,7 +103,13 @@ class RowScan:
 
 
 def read_csv(
-    stream: Stream, origin: Origin, limits: Limits, at: int, header: tuple[str, ...], delimiter: str, skip_header: bool
+    stream: Stream,
+    origin: ItemOrigin,
+    limits: ReaderLimits,
+    at: int,
+    header: tuple[str, ...],
+    delimiter: str,
+    skip_header: bool,
 ) -> Items:
     """The rows from position `at`, where the stream stands. `skip_header`: the first one is the header."""
     csv.field_size_limit(max(csv.field_size_limit(), limits.max_record_bytes))
@@ -145,7 +151,7 @@ def _parsed(data: bytes, delimiter: str) -> list[list[str]]:
 
 
 def _odd_row(
-    data: bytes, origin: Origin, start: int, end: int, header: tuple[str, ...], delimiter: str
+    data: bytes, origin: ItemOrigin, start: int, end: int, header: tuple[str, ...], delimiter: str
 ) -> Iterator[RawRow | Damaged]:
     """One row on its own, with what is wrong with it."""
     try:
@@ -164,7 +170,7 @@ def _odd_row(
         yield damaged_at(origin, start, end, "wrong_field_count", detail, end - start, data)
 
 
-def csv_borders(stream: Stream, limits: Limits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
+def csv_borders(stream: Stream, limits: ReaderLimits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
     """Where units of about `unit_bytes` can begin: starts of rows, found by one pass over the file."""
     borders: list[int] = []
     target = unit_bytes
@@ -198,12 +204,12 @@ def parquet_errors() -> tuple[type[BaseException], ...]:
 
 def read_parquet(
     file: Path | BinaryIO,
-    origin: Origin,
-    limits: Limits,
+    origin: ItemOrigin,
+    limits: ReaderLimits,
     groups: tuple[int, int | None],
     first_row: int,
     resume_row: int | None,
-    progress: Progress,
+    progress: UnitProgress,
     raw_bytes: int,
 ) -> Items:
     """The rows of some row groups, from row `resume_row` on."""
@@ -241,7 +247,7 @@ def _batch_rows(table: Any, group: int) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES * info.num_rows // max(info.total_byte_size, 1)))
 
 
-def _rows(batch: Any, origin: Origin, limits: Limits, before: int, skipped: int) -> Items:
+def _rows(batch: Any, origin: ItemOrigin, limits: ReaderLimits, before: int, skipped: int) -> Items:
     large = _large_rows(batch, limits.max_record_bytes)
     if not large:
         try:

@@ -52,7 +52,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ModelAnswer:
     """What a model said to an item, or to all items that were made of it."""
 
     said: tuple[Said, ...]
@@ -78,19 +78,19 @@ def measure_rewrites(
     for task in tasks:
         items = [item for item in task.items if item.shape != CODE]  # programs are not rewritten
         task = replace(task, items=tuple(limited(task.name, items, options.limit, options.seed)))
-        asking = _Asking(engine, task, options)
+        asking = _RewriteMeasure(engine, task, options)
         rows = [row for name, chain in chains.items() for row in asking.rows(name, chain)]
         report[task.name] = {"rows": rows, "spread": gap_spread(rows), "consistency": asking.consistency()}
     return report
 
 
-class _Asking:
+class _RewriteMeasure:
     """One task, as it is and rewritten."""
 
     def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
         self.engine, self.task, self.seed, self.asked_forms = engine, task, options.seed, options.forms
         self.shots = task.default_shots if options.shots is None else options.shots
-        self._originals: dict[str, dict[str, Answer]] = {}
+        self._originals: dict[str, dict[str, ModelAnswer]] = {}
         self._chosen: dict[str, dict[str, list[int]]] = {}
         """By form of the original, of each item: the options chosen, whatever way it was asked."""
 
@@ -144,7 +144,7 @@ class _Asking:
     def _judged(self, task: Task, form: str, shots: int) -> list[FormResult]:
         return judge(self.engine, [task], JudgeOptions([form], shots, seed=self.seed))
 
-    def _original(self, form: str) -> dict[str, Answer]:
+    def _original(self, form: str) -> dict[str, ModelAnswer]:
         if form not in self._originals:
             task = replace(self.task, forms=(form,))
             found = self._judged(task, form, self.shots)
@@ -166,7 +166,7 @@ class _Asking:
             items.append(item)
         return items
 
-    def _note(self, baseline: str, answers: Mapping[str, Answer]) -> None:
+    def _note(self, baseline: str, answers: Mapping[str, ModelAnswer]) -> None:
         of_form = self._chosen.setdefault(baseline, {})
         for name, answer in answers.items():
             if answer.chosen is not None:
@@ -177,8 +177,8 @@ class _Asking:
         name: str,
         baseline: str,
         form: str,
-        before: Mapping[str, Answer],
-        after: Mapping[str, Answer],
+        before: Mapping[str, ModelAnswer],
+        after: Mapping[str, ModelAnswer],
         skipped: Mapping[str, int],
     ) -> dict[str, Any]:
         self._note(baseline, after)
@@ -207,7 +207,7 @@ def _is_same(one: Item, other: Item) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("question", "choices", "context", "shape"))
 
 
-def _gathered(result: FormResult, items: Sequence[Item], again: Collection[str] = ()) -> dict[str, Answer]:
+def _gathered(result: FormResult, items: Sequence[Item], again: Collection[str] = ()) -> dict[str, ModelAnswer]:
     """What was said to each original for which all items made of it were asked. `again`: ids of those that are the
     original itself."""
     found = {each.id: each for each in result.per_item}
@@ -227,7 +227,7 @@ def _gathered(result: FormResult, items: Sequence[Item], again: Collection[str] 
             if item.id not in again or len(asked) == 1
         )
         all_right = all(each.correct for _, each in asked) if len(asked) > 1 else None
-        answers[origin] = Answer(said, all_right, chosen)
+        answers[origin] = ModelAnswer(said, all_right, chosen)
     return answers
 
 
@@ -242,7 +242,7 @@ def _option(item: Item, chosen: int | None) -> int | None:
 # ---- the gap --------------------------------------------------------------------------------------------------
 
 
-def gap_of(before: Sequence[Answer], after: Sequence[Answer], is_same_form: bool) -> dict[str, Any]:
+def gap_of(before: Sequence[ModelAnswer], after: Sequence[ModelAnswer], is_same_form: bool) -> dict[str, Any]:
     """The answers to some originals and to what was made of them -> both accuracies, what a guesser would get of each,
     the expected accuracy, and the gap with its interval and p.
 
@@ -266,7 +266,7 @@ def gap_of(before: Sequence[Answer], after: Sequence[Answer], is_same_form: bool
     return dict(zip(names, values, strict=True))
 
 
-def _guesser(answers: Sequence[Answer], seen: Sequence[Said]) -> float:
+def _guesser(answers: Sequence[ModelAnswer], seen: Sequence[Said]) -> float:
     """The accuracy of a guesser who likes each place among the options as the model does. The liking shows where the
     model is wrong: how often it chose a place of those times when that place was wrong."""
     likings: dict[int, list[float]] = {}

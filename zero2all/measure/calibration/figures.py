@@ -36,7 +36,7 @@ from zero2all.measure.calibration.stopwatch import Stopwatch, Timed
 from zero2all.measure.operators import Case, Function, forward_and_both, gather_into_main, make_case, random_flat
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts
-from zero2all.ops.optimizer import AdamW
+from zero2all.ops.optimizer import AdamWConstants
 from zero2all.ops.registry import Ops
 from zero2all.predict.batch import BatchShape
 from zero2all.train.state import DTYPES
@@ -55,7 +55,7 @@ ATTENTION_GRID = tuple(
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureToMeasure:
     """One thing to measure; a figure that exists under this name is not measured again."""
 
     name: str
@@ -109,15 +109,17 @@ def seconds(watch: Stopwatch, make: Callable[[], Call]) -> dict[str, Any]:
 
 def product_figure(
     kind: Kind, m: int, n: int, k: int, dtype: str, linear: str, device: torch.device, experts: int = 1
-) -> Figure:
+) -> FigureToMeasure:
     """One product by the linear layer of this name."""
     name = product_name(kind, m, n, k, dtype, linear)
     if dtype == "grouped":
-        return Figure(name, lambda watch: seconds(watch, lambda: grouped_product(kind, m, n, k, experts, device)))
+        return FigureToMeasure(
+            name, lambda watch: seconds(watch, lambda: grouped_product(kind, m, n, k, experts, device))
+        )
     if dtype == "float8":
-        return Figure(name, lambda watch: seconds(watch, lambda: float8_product(kind, m, n, k, device)))
+        return FigureToMeasure(name, lambda watch: seconds(watch, lambda: float8_product(kind, m, n, k, device)))
     values = DTYPES[dtype]
-    return Figure(name, lambda watch: seconds(watch, lambda: product(kind, m, n, k, values, linear, device)))
+    return FigureToMeasure(name, lambda watch: seconds(watch, lambda: product(kind, m, n, k, values, linear, device)))
 
 
 def product_name(kind: Kind, m: int, n: int, k: int, dtype: str, linear: str) -> str:
@@ -219,7 +221,7 @@ def grouped_products(rows: int, columns: int, pairs: int, experts: int) -> list[
     ]
 
 
-def model_products(setting: Setting, tokens: int) -> Iterator[Figure]:
+def model_products(setting: Setting, tokens: int) -> Iterator[FigureToMeasure]:
     """Every product of a model on one pass."""
     model, device, moe = setting.model, setting.device, setting.model.moe
     shapes = dict(linear_shapes(model))
@@ -243,7 +245,7 @@ def model_products(setting: Setting, tokens: int) -> Iterator[Figure]:
                 yield product_figure(kind, m, n, k, "grouped", linear, device, moe.experts)
 
 
-def product_grid(device: torch.device, dtype: str, linear: str) -> Iterator[Figure]:
+def product_grid(device: torch.device, dtype: str, linear: str) -> Iterator[FigureToMeasure]:
     """Products of many sizes, for models that were not calibrated: a coarse grid in logarithms."""
     on_cuda = device.type == "cuda"
     for tokens in GRID_TOKENS if on_cuda else CPU_GRID_TOKENS:
@@ -256,12 +258,12 @@ def product_grid(device: torch.device, dtype: str, linear: str) -> Iterator[Figu
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-def operator_figures(setting: Setting, tokens: int, known: dict[str, dict[str, Any]]) -> Iterator[Figure]:
+def operator_figures(setting: Setting, tokens: int, known: dict[str, dict[str, Any]]) -> Iterator[FigureToMeasure]:
     """Every operator of a model on passes of this many tokens; `known` has the products that some contain."""
     taken, linear = setting.ops.taken, setting.ops.taken["linear"]
 
-    def named(operator: str, by: str, measure: Measure) -> Figure:
-        return Figure(f"operator/{operator}/{by}/{tokens}/{_shape(setting.model)}", measure)
+    def named(operator: str, by: str, measure: Measure) -> FigureToMeasure:
+        return FigureToMeasure(f"operator/{operator}/{by}/{tokens}/{_shape(setting.model)}", measure)
 
     model, length = setting.model, min(tokens, setting.batch.seq_len)
     samples = tokens // length
@@ -409,7 +411,9 @@ def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int
     return lambda: case.call(function, inputs), both
 
 
-def attention_figure(setting: Setting, tokens: int, length: int, heads: int, kv_heads: int, size: int) -> Figure:
+def attention_figure(
+    setting: Setting, tokens: int, length: int, heads: int, kv_heads: int, size: int
+) -> FigureToMeasure:
     """Causal attention by the chosen implementation."""
     name = f"attention/{setting.ops.taken['attention']}/{tokens}-{length}-{heads}-{kv_heads}-{size}"
 
@@ -427,10 +431,10 @@ def attention_figure(setting: Setting, tokens: int, length: int, heads: int, kv_
         backward = max(together.settled_seconds - alone.settled_seconds, 1e-7)
         return {**sizes, "forward": alone.settled_seconds, "backward": backward}
 
-    return Figure(name, measure)
+    return FigureToMeasure(name, measure)
 
 
-def update_figures(setting: Setting) -> Iterator[Figure]:
+def update_figures(setting: Setting) -> Iterator[FigureToMeasure]:
     """The update, the norm and the clearing of the gradients, at two sizes."""
     device, config = setting.device, setting.config
     whole = min(parameter_counts(setting.model)["total"], MOST_PARAMETERS[device.type])
@@ -441,13 +445,13 @@ def update_figures(setting: Setting) -> Iterator[Figure]:
             group = random_flat(parameters, config, device, torch.float32, setting.dtype, splits)
             updates, scale = (torch.ones((), device=device) for _ in range(2))
             skip = torch.zeros((), dtype=torch.bool, device=device)
-            constants = AdamW(config.optim.beta1, config.optim.beta2, config.optim.eps)
+            constants = AdamWConstants(config.optim.beta1, config.optim.beta2, config.optim.eps)
             found = watch.time(lambda: setting.ops.optimizer([group], updates, scale, skip, constants))
             return {"bytes": optimizer_work(parameters).forward_bytes, "forward": found.seconds, "spread": found.spread}
 
-        yield Figure(f"operator/adamw/{setting.ops.taken['optimizer']}/{parameters}", adamw)
+        yield FigureToMeasure(f"operator/adamw/{setting.ops.taken['optimizer']}/{parameters}", adamw)
         for name in ("grad_norm", "zero"):
-            yield Figure(f"operator/{name}/-/{parameters}", partial(_over_gradients, name, parameters, device))
+            yield FigureToMeasure(f"operator/{name}/-/{parameters}", partial(_over_gradients, name, parameters, device))
 
 
 def _over_gradients(name: str, parameters: int, device: torch.device, watch: Stopwatch) -> dict[str, Any]:
@@ -459,17 +463,17 @@ def _over_gradients(name: str, parameters: int, device: torch.device, watch: Sto
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 
-def machine_figures(device: torch.device, dtype: torch.dtype) -> Iterator[Figure]:
+def machine_figures(device: torch.device, dtype: torch.dtype) -> Iterator[FigureToMeasure]:
     """Bandwidth, the shortest kernel, the host's time for an operator, copies."""
-    yield Figure("stream", partial(_stream, device))
-    yield Figure("launch", partial(_launch, device))
+    yield FigureToMeasure("stream", partial(_stream, device))
+    yield FigureToMeasure("launch", partial(_launch, device))
     side = 8192 if device.type == "cuda" else 1024
     for name in dict.fromkeys(("float32", _name(dtype))):
-        yield Figure(f"peak/{name}", partial(_peak, side, DTYPES[name], device))
+        yield FigureToMeasure(f"peak/{name}", partial(_peak, side, DTYPES[name], device))
     if device.type == "cuda":
         for size in (1 << 20, 1 << 24, 1 << 28):
             for direction in ("h2d", "d2h"):
-                yield Figure(f"copy/{direction}/{size}", partial(_copy, direction, size, device))
+                yield FigureToMeasure(f"copy/{direction}/{size}", partial(_copy, direction, size, device))
 
 
 def _stream(device: torch.device, watch: Stopwatch) -> dict[str, Any]:

@@ -8,24 +8,24 @@ from pathlib import Path
 
 from zero2all.common.progress import progress
 from zero2all.measure.doctor import host
-from zero2all.measure.doctor.finding import Finding
+from zero2all.measure.doctor.finding import DoctorFinding
 from zero2all.measure.doctor.gpus import look_at_gpus, look_at_links
 from zero2all.measure.doctor.software import TorchFacts, look_at_environment, look_at_kernels, look_at_versions
 
 SECONDS = 30.0
 
 
-def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> list[Finding]:
+def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> list[DoctorFinding]:
     """Look at everything; what cannot be looked at is a finding too. Writes nothing but the disk test's file."""
     until = time.monotonic() + seconds
     with progress("doctor", total=9, unit="checks", quiet=quiet) as bar:
 
-        def take(name: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+        def take(name: str, look: Callable[[], Iterable[DoctorFinding]]) -> list[DoctorFinding]:
             bar.advance(0, note=name)
             try:
                 found = list(look())
             except (OSError, ValueError) as error:  # files of the kernel differ; the other checks still count
-                found = [Finding(name, "note", f"not looked at: {error}")]
+                found = [DoctorFinding(name, "note", f"not looked at: {error}")]
             bar.advance(1, note=name)
             return found
 

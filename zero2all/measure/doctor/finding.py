@@ -12,7 +12,7 @@ COMMAND_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One finding: what was found, why it matters and what to do. The last two are empty where all is well."""
 
     area: str
@@ -22,7 +22,7 @@ class Finding:
     advice: str = ""
 
 
-def worst(findings: list[Finding]) -> Grade:
+def worst(findings: list[DoctorFinding]) -> Grade:
     """The gravest grade."""
     return max((each.grade for each in findings), key=GRADES.index, default="ok")
 

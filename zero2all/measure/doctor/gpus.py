@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 from zero2all.common.cores import allowed_cpus, cpu_numbers
 from zero2all.estimate.flops import peak_flops
-from zero2all.measure.doctor.finding import Finding, output_of
-from zero2all.measure.doctor.nvidia_smi import Gpu, Report, Topology, parse_report, parse_topology
+from zero2all.measure.doctor.finding import DoctorFinding, output_of
+from zero2all.measure.doctor.nvidia_smi import GpuState, Report, Topology, parse_report, parse_topology
 
 BUSY_SHARE = 0.02
 NEAR_CELSIUS = 5
 
 
-def look_at_gpus() -> tuple[list[Finding], Report | None]:
+def look_at_gpus() -> tuple[list[DoctorFinding], Report | None]:
     """Findings, and what nvidia-smi reported where there is one."""
     text, problem = output_of(["nvidia-smi", "-q", "-x"])
     if text is None:
@@ -23,30 +23,34 @@ def look_at_gpus() -> tuple[list[Finding], Report | None]:
     try:
         report = parse_report(text)
     except ValueError as error:
-        return [Finding("gpu", "note", f"not looked at: the output of nvidia-smi was not understood ({error})")], None
+        return [
+            DoctorFinding("gpu", "note", f"not looked at: the output of nvidia-smi was not understood ({error})")
+        ], None
     if not report.gpus:
         why = "The driver runs but has no GPU: training would use the CPU."
         advice = "In a container, start it with --gpus all. Else see `dmesg` for lines with NVRM or Xid."
-        return [Finding("gpu", "error", f"driver {report.driver}, and no GPU", why, advice)], report
-    findings = [Finding("driver", "ok", f"NVIDIA driver {report.driver}, for CUDA up to {report.cuda or '?'}")]
+        return [DoctorFinding("gpu", "error", f"driver {report.driver}, and no GPU", why, advice)], report
+    findings = [DoctorFinding("driver", "ok", f"NVIDIA driver {report.driver}, for CUDA up to {report.cuda or '?'}")]
     for gpu in report.gpus:
-        findings += [Finding("gpu", "ok", _summary(gpu)), *_state_of(gpu), *_speed_of(gpu)]
+        findings += [DoctorFinding("gpu", "ok", _summary(gpu)), *_state_of(gpu), *_speed_of(gpu)]
     findings += _as_a_set(report.gpus)
     return findings, report
 
 
-def _without_report(problem: str) -> Finding:
+def _without_report(problem: str) -> DoctorFinding:
     if "not installed" in problem:
-        return Finding("gpu", "note", "no nvidia-smi here, so the GPUs, their driver and links were not looked at")
+        return DoctorFinding(
+            "gpu", "note", "no nvidia-smi here, so the GPUs, their driver and links were not looked at"
+        )
     if "mismatch" in problem:
         why = "The driver was updated while its older kernel module is still loaded: no program can use the GPU."
-        return Finding("driver", "error", problem, why, "Reboot, or unload and load the nvidia kernel modules.")
+        return DoctorFinding("driver", "error", problem, why, "Reboot, or unload and load the nvidia kernel modules.")
     why = "Where nvidia-smi fails, CUDA usually fails too."
     advice = "Run nvidia-smi by hand; see `dmesg` for lines with NVRM or Xid; in a container, check --gpus all."
-    return Finding("driver", "error", f"nvidia-smi failed: {problem}", why, advice)
+    return DoctorFinding("driver", "error", f"nvidia-smi failed: {problem}", why, advice)
 
 
-def _summary(gpu: Gpu) -> str:
+def _summary(gpu: GpuState) -> str:
     parts = [f"GPU {gpu.index}: {gpu.name}"]
     if gpu.memory_mib is not None:
         parts.append(f"{gpu.memory_mib / 1024:.1f} GiB")
@@ -60,11 +64,11 @@ def _summary(gpu: Gpu) -> str:
     return ", ".join(parts)
 
 
-def _state_of(gpu: Gpu) -> Iterator[Finding]:
+def _state_of(gpu: GpuState) -> Iterator[DoctorFinding]:
     """What makes results wrong, or the GPU unusable."""
     name = f"GPU {gpu.index}"
     if gpu.uncorrected:
-        yield Finding(
+        yield DoctorFinding(
             "gpu",
             "error",
             f"{name}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded",
@@ -73,104 +77,112 @@ def _state_of(gpu: Gpu) -> Iterator[Finding]:
         )
     if gpu.remapping == "failed":
         why = "The card has no spare memory rows left to replace bad ones."
-        yield Finding("gpu", "error", f"{name}: replacing a memory row failed", why, "Have the card replaced.")
+        yield DoctorFinding("gpu", "error", f"{name}: replacing a memory row failed", why, "Have the card replaced.")
     if gpu.remapping == "pending":
         why = "Bad memory rows are replaced only when the card is reset."
         advice = f"Reset it when it is idle: `nvidia-smi -i {gpu.index} -r`."
-        yield Finding("gpu", "warning", f"{name}: a memory row waits to be replaced", why, advice)
+        yield DoctorFinding("gpu", "warning", f"{name}: a memory row waits to be replaced", why, advice)
     if gpu.compute_mode == "Prohibited":
         why = "No program may use this GPU."
         advice = f"As root: `nvidia-smi -i {gpu.index} -c DEFAULT`."
-        yield Finding("gpu", "error", f"{name}: its compute mode is Prohibited", why, advice)
+        yield DoctorFinding("gpu", "error", f"{name}: its compute mode is Prohibited", why, advice)
     if gpu.ecc == "Disabled":
         why = "Flipped bits of memory change weights without a trace."
         advice = f"As root: `nvidia-smi -i {gpu.index} -e 1`, then reboot. It costs no speed on HBM."
-        yield Finding("gpu", "note", f"{name}: ECC is off", why, advice)
+        yield DoctorFinding("gpu", "note", f"{name}: ECC is off", why, advice)
     if gpu.mig == "Enabled":
         why = "The card is cut into parts: a program sees one part, and parts cannot reach each other over NVLink."
-        yield Finding("gpu", "note", f"{name}: MIG is on", why, "For training on the whole card: `nvidia-smi -mig 0`.")
+        yield DoctorFinding(
+            "gpu", "note", f"{name}: MIG is on", why, "For training on the whole card: `nvidia-smi -mig 0`."
+        )
     if gpu.used_mib and gpu.memory_mib and gpu.used_mib > BUSY_SHARE * gpu.memory_mib:
         found = f"{name}: {gpu.used_mib / 1024:.1f} GiB are in use already, by {gpu.processes} processes seen here"
         why = "That memory is missing from a run, and what computes beside it slows it down."
-        yield Finding("gpu", "warning", found, why, "See `nvidia-smi`; end what is left over.")
+        yield DoctorFinding("gpu", "warning", found, why, "See `nvidia-smi`; end what is left over.")
 
 
-def _speed_of(gpu: Gpu) -> Iterator[Finding]:
+def _speed_of(gpu: GpuState) -> Iterator[DoctorFinding]:
     """What makes it slower than it could be."""
     name = f"GPU {gpu.index}"
     if gpu.power_limit and gpu.default_power_limit and gpu.power_limit < 0.99 * gpu.default_power_limit:
         found = f"{name}: the power limit is {gpu.power_limit:.0f} W, {gpu.default_power_limit:.0f} W by default"
         why = "Large matmuls run at the power limit: a lower one lowers the clock."
         advice = f"As root: `nvidia-smi -i {gpu.index} -pl {gpu.default_power_limit:.0f}`, where cooling allows it."
-        yield Finding("gpu", "warning", found, why, advice)
+        yield DoctorFinding("gpu", "warning", found, why, advice)
     if gpu.slowed_by:
         found = f"{name}: clocks are lowered now ({', '.join(gpu.slowed_by)})"
         why = "The card protects itself from heat or a weak power supply; every step takes longer."
-        yield Finding("gpu", "warning", found, why, "Check the cooling, the air temperature and the power cables.")
+        yield DoctorFinding(
+            "gpu", "warning", found, why, "Check the cooling, the air temperature and the power cables."
+        )
     elif gpu.celsius and gpu.slow_celsius and gpu.celsius > gpu.slow_celsius - NEAR_CELSIUS:
         found = f"{name}: {gpu.celsius:.0f} °C; it slows down at {gpu.slow_celsius:.0f} °C"
-        yield Finding("gpu", "warning", found, "It will soon lower its clock.", "Check the cooling.")
+        yield DoctorFinding("gpu", "warning", found, "It will soon lower its clock.", "Check the cooling.")
     if gpu.clocks_are_set:
         why = "Somebody fixed the clocks (`nvidia-smi -ac` or `-lgc`), so that they do not rise to the maximum."
-        yield Finding("gpu", "note", f"{name}: its clocks are set by hand", why, "As root: `nvidia-smi -rac -rgc`.")
+        yield DoctorFinding(
+            "gpu", "note", f"{name}: its clocks are set by hand", why, "As root: `nvidia-smi -rac -rgc`."
+        )
     if gpu.persistence == "Disabled":
         why = "Without a program the driver unloads, so that each first use takes seconds and settings are lost."
-        yield Finding("gpu", "note", f"{name}: persistence mode is off", why, "As root: `nvidia-smi -pm 1`.")
+        yield DoctorFinding("gpu", "note", f"{name}: persistence mode is off", why, "As root: `nvidia-smi -pm 1`.")
     now, most = gpu.pcie_width
     if now and most and now < most:
         found = f"{name}: PCIe has {now:.0f} of {most:.0f} lanes"
         why = "Copies from and to the host, offload and checkpoints take as many times longer."
-        yield Finding("gpu", "warning", found, why, "Check the slot, the riser and the BIOS.")
+        yield DoctorFinding("gpu", "warning", found, why, "Check the slot, the riser and the BIOS.")
     now, most = gpu.pcie_gen
     if now and most and now < most:
         is_idle = gpu.performance_state not in ("P0", "")
         found = f"{name}: PCIe generation {now:.0f} of {most:.0f}"
         why = "An idle card lowers it to save power." if is_idle else "Each generation halves the speed of copies."
         advice = "Look again under load." if is_idle else "Check the slot and the BIOS (link speed, ASPM)."
-        yield Finding("gpu", "note" if is_idle else "warning", found, why, advice)
+        yield DoctorFinding("gpu", "note" if is_idle else "warning", found, why, advice)
 
 
-def _as_a_set(gpus: list[Gpu]) -> Iterator[Finding]:
+def _as_a_set(gpus: list[GpuState]) -> Iterator[DoctorFinding]:
     kinds = Counter(gpu.name for gpu in gpus)
     if len(kinds) > 1:
         found = f"different GPUs: {', '.join(f'{count} x {name}' for name, count in kinds.items())}"
         why = "Ranks wait for each other: all run at the speed of the slowest, with the memory of the smallest."
-        yield Finding("gpu", "warning", found, why, "Choose equal ones with CUDA_VISIBLE_DEVICES.")
+        yield DoctorFinding("gpu", "warning", found, why, "Choose equal ones with CUDA_VISIBLE_DEVICES.")
     for name in kinds:
         if peak_flops(name) is None:
             why = "MFU and predictions need it; a guess would be worse than none."
-            yield Finding(
+            yield DoctorFinding(
                 "gpu", "note", f"the peak FLOPS of {name} are not known here", why, "Runs show tokens/s only."
             )
 
 
-def look_at_links(report: Report | None) -> list[Finding]:
+def look_at_links(report: Report | None) -> list[DoctorFinding]:
     """How the GPUs reach each other, the network cards and this process's CPUs."""
     if report is None or not report.gpus:
         return []
     topology = read_topology()
-    return [topology] if isinstance(topology, Finding) else list(grade_topology(topology))
+    return [topology] if isinstance(topology, DoctorFinding) else list(grade_topology(topology))
 
 
-def read_topology() -> Topology | Finding:
+def read_topology() -> Topology | DoctorFinding:
     """What nvidia-smi says of the links, or why it says nothing."""
     text, problem = output_of(["nvidia-smi", "topo", "-m"])
     if text is None:
-        return Finding("links", "note", f"not looked at: nvidia-smi topo -m: {problem}")
+        return DoctorFinding("links", "note", f"not looked at: nvidia-smi topo -m: {problem}")
     try:
         return parse_topology(text)
     except ValueError as error:
-        return Finding("links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})")
+        return DoctorFinding(
+            "links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})"
+        )
 
 
-def grade_topology(topology: Topology) -> Iterator[Finding]:
+def grade_topology(topology: Topology) -> Iterator[DoctorFinding]:
     """Findings about the links."""
     pairs = topology.between_gpus()
     kinds = Counter(pairs.values())
     if not pairs:
-        yield Finding("links", "ok", "one GPU, so no links between GPUs")
+        yield DoctorFinding("links", "ok", "one GPU, so no links between GPUs")
     elif len(kinds) == 1 and next(iter(kinds)).startswith("NV"):
-        yield Finding("links", "ok", f"every pair of GPUs is joined by NVLink ({next(iter(kinds))})")
+        yield DoctorFinding("links", "ok", f"every pair of GPUs is joined by NVLink ({next(iter(kinds))})")
     else:
         listed = ", ".join(f"{link}: {count} pairs" for link, count in kinds.most_common())
         has_nvlink = any(link.startswith("NV") for link in kinds)
@@ -180,12 +192,12 @@ def grade_topology(topology: Topology) -> Iterator[Finding]:
             if has_nvlink
             else "Prefer data parallelism; tensor parallelism needs NVLink to pay."
         )
-        yield Finding("links", "warning" if has_nvlink or "SYS" in kinds else "note", listed, why, advice)
+        yield DoctorFinding("links", "warning" if has_nvlink or "SYS" in kinds else "note", listed, why, advice)
     yield from _far_cards(topology)
     yield from _far_cpus(topology)
 
 
-def _far_cards(topology: Topology) -> Iterator[Finding]:
+def _far_cards(topology: Topology) -> Iterator[DoctorFinding]:
     near: dict[str, bool] = {}
     for (gpu, other), link in topology.links.items():
         if not other.startswith("GPU"):
@@ -194,10 +206,10 @@ def _far_cards(topology: Topology) -> Iterator[Finding]:
     if far:
         why = "Traffic to other machines then passes through the CPU: no GPUDirect RDMA at full speed."
         advice = "Put network cards and GPUs on the same PCIe switches, or choose the ranks accordingly."
-        yield Finding("links", "note", f"no network card on the PCIe switch of {', '.join(far)}", why, advice)
+        yield DoctorFinding("links", "note", f"no network card on the PCIe switch of {', '.join(far)}", why, advice)
 
 
-def _far_cpus(topology: Topology) -> Iterator[Finding]:
+def _far_cpus(topology: Topology) -> Iterator[DoctorFinding]:
     mine = allowed_cpus()
     known = {gpu: cpus for gpu, cpus in topology.cpus.items() if re.fullmatch(r"[\d,-]+", cpus)}
     far = {gpu: cpus for gpu, cpus in known.items() if mine and not mine & cpu_numbers(cpus)}
@@ -205,4 +217,4 @@ def _far_cpus(topology: Topology) -> Iterator[Finding]:
         listed = "; ".join(f"{gpu}: CPUs {cpus}" for gpu, cpus in far.items())
         why = "Launching kernels and copying then cross the link between the sockets."
         advice = "Start the process on near CPUs (`numactl --cpunodebind`, or the container's --cpuset-cpus)."
-        yield Finding("links", "warning", f"this process may use no CPU near {listed}", why, advice)
+        yield DoctorFinding("links", "warning", f"this process may use no CPU near {listed}", why, advice)

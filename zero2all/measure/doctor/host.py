@@ -16,7 +16,7 @@ from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.memory import available_memory
 from zero2all.estimate.model_calculators import CHECKPOINT_BYTES
-from zero2all.measure.doctor.finding import Finding, Grade
+from zero2all.measure.doctor.finding import DoctorFinding, Grade
 from zero2all.parallel.network import fast_ports
 
 SYS, PROC = Path("/sys"), Path("/proc")
@@ -28,7 +28,7 @@ SLOW_DISK = 100e6  # bytes/s
 NETWORK_DISKS = ("nfs", "nfs4", "cifs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p")
 
 
-def look_at_cpu() -> Iterator[Finding]:
+def look_at_cpu() -> Iterator[DoctorFinding]:
     """Cores that may be used, what else uses them, and the memory nodes."""
     allowed = len(allowed_cpus())
     model = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo"), re.MULTILINE)
@@ -37,69 +37,69 @@ def look_at_cpu() -> Iterator[Finding]:
     if quota is not None and quota < allowed - 0.01:
         why = "More threads than that are stopped for a part of every 100 ms, all together."
         advice = f"Set --parallel.cpu_threads {max(1, int(quota))}, or raise the container's CPU limit."
-        yield Finding("cpu", "warning", f"{found}, but only for the time of {quota:g}", why, advice)
+        yield DoctorFinding("cpu", "warning", f"{found}, but only for the time of {quota:g}", why, advice)
     else:
-        yield Finding("cpu", "ok", found)
+        yield DoctorFinding("cpu", "ok", found)
     load = os.getloadavg()[0]
     if load > max(1.0, allowed):
         why = "Whatever else runs here takes time from the process that feeds the GPU."
-        yield Finding(
+        yield DoctorFinding(
             "cpu", "warning", f"load {load:.1f} on {allowed} CPUs", why, "See `top`; stop what is not needed."
         )
     governor = read(SYS / "devices/system/cpu/cpu0/cpufreq/scaling_governor")
     if governor == "powersave" and "intel_pstate" not in read(SYS / "devices/system/cpu/cpu0/cpufreq/scaling_driver"):
         why = "The CPU stays at a low clock, and queues kernels slowly."
-        yield Finding(
+        yield DoctorFinding(
             "cpu", "note", "the frequency governor is powersave", why, "`cpupower frequency-set -g performance`."
         )
     yield from _numa()
 
 
-def _numa() -> Iterator[Finding]:
+def _numa() -> Iterator[DoctorFinding]:
     nodes = {path.name: read(path / "cpulist") for path in sorted((SYS / "devices/system/node").glob("node[0-9]*"))}
     if not nodes:
-        yield Finding("cpu", "note", "memory nodes (NUMA) were not looked at: this system does not show them")
+        yield DoctorFinding("cpu", "note", "memory nodes (NUMA) were not looked at: this system does not show them")
     elif len(nodes) == 1:
-        yield Finding("cpu", "ok", "one memory node (NUMA)")
+        yield DoctorFinding("cpu", "ok", "one memory node (NUMA)")
     else:
         listed = ", ".join(f"{name}: CPUs {cpus}" for name, cpus in nodes.items())
-        yield Finding("cpu", "ok", f"{len(nodes)} memory nodes (NUMA): {listed}")
+        yield DoctorFinding("cpu", "ok", f"{len(nodes)} memory nodes (NUMA): {listed}")
         if read(PROC / "sys/kernel/numa_balancing") == "1":
             why = "The kernel moves pages between nodes in the background, with pauses in the process."
             advice = "As root: `sysctl kernel.numa_balancing=0`."
-            yield Finding("cpu", "note", "automatic NUMA balancing is on", why, advice)
+            yield DoctorFinding("cpu", "note", "automatic NUMA balancing is on", why, advice)
 
 
-def look_at_memory() -> Iterator[Finding]:
+def look_at_memory() -> Iterator[DoctorFinding]:
     """Memory of the host, swap and shared memory."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB", read(PROC / "meminfo"), re.MULTILINE))
     total, available = int(sizes.get("MemTotal", 0)) << 10, available_memory()
     found = f"{human_bytes(available)} of {human_bytes(total)} can still be had"
     if available < 2 << 30:
         why = "Loading torch and reading data takes 1 to 2 GB per process; the system kills what takes more."
-        yield Finding("memory", "warning", found, why, "Free memory, or raise the limit of the container.")
+        yield DoctorFinding("memory", "warning", found, why, "Free memory, or raise the limit of the container.")
     else:
-        yield Finding("memory", "ok", found)
+        yield DoctorFinding("memory", "ok", found)
     swapped = (int(sizes.get("SwapTotal", 0)) - int(sizes.get("SwapFree", 0))) << 10
     if swapped > 1 << 30:
         why = "A process that is swapped out stops the others that wait for it."
-        yield Finding("memory", "warning", f"{human_bytes(swapped)} are swapped out", why, "Free memory.")
+        yield DoctorFinding("memory", "warning", f"{human_bytes(swapped)} are swapped out", why, "Free memory.")
     try:
         shm = os.statvfs("/dev/shm")
     except OSError:
         why = "Processes of one run exchange data there (NCCL, reader processes, memory checkpoints)."
-        yield Finding("memory", "warning", "there is no /dev/shm", why, "Mount a tmpfs there.")
+        yield DoctorFinding("memory", "warning", "there is no /dev/shm", why, "Mount a tmpfs there.")
         return
     size, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
     found = f"/dev/shm: {human_bytes(free)} of {human_bytes(size)} free"
     if free < SMALL_SHM:
         why = "Containers get 64 MB by default; NCCL and reader processes then end with a bus error."
-        yield Finding("memory", "warning", found, why, "Start the container with --ipc=host or --shm-size=16g.")
+        yield DoctorFinding("memory", "warning", found, why, "Start the container with --ipc=host or --shm-size=16g.")
     else:
-        yield Finding("memory", "ok", found)
+        yield DoctorFinding("memory", "ok", found)
 
 
-def look_at_limits() -> Iterator[Finding]:
+def look_at_limits() -> Iterator[DoctorFinding]:
     """`ulimit`: what this process may take."""
     names = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT_MEMLOCK", "as": "RLIMIT_AS"}
     names["fsize"] = "RLIMIT_FSIZE"
@@ -108,25 +108,27 @@ def look_at_limits() -> Iterator[Finding]:
     }
     endless = resource.RLIM_INFINITY
     shown = ", ".join(f"{name} {'unlimited' if value == endless else value}" for name, value in limits.items())
-    yield Finding("limits", "ok", f"ulimits: {shown}")
+    yield DoctorFinding("limits", "ok", f"ulimits: {shown}")
     files = limits.get("nofile", endless)
     if files != endless and files < FEW_FILES:
         why = "Shards, sockets and reader processes each take file descriptors."
-        yield Finding("limits", "warning", f"at most {files} open files", why, "`ulimit -n 65536` before the run.")
+        yield DoctorFinding(
+            "limits", "warning", f"at most {files} open files", why, "`ulimit -n 65536` before the run."
+        )
     if limits.get("as", endless) != endless:
         why = "CUDA reserves much more address space than it uses, and fails below such a limit."
-        yield Finding("limits", "warning", "the address space is limited", why, "`ulimit -v unlimited`.")
+        yield DoctorFinding("limits", "warning", "the address space is limited", why, "`ulimit -v unlimited`.")
     if limits.get("fsize", endless) != endless:
         why = "A checkpoint or shard larger than that cannot be written."
-        yield Finding("limits", "warning", "the size of files is limited", why, "`ulimit -f unlimited`.")
+        yield DoctorFinding("limits", "warning", "the size of files is limited", why, "`ulimit -f unlimited`.")
     if list((SYS / "class/infiniband").glob("*")) and limits.get("memlock", endless) != endless:
         why = "InfiniBand registers locked memory; NCCL fails or falls back to TCP."
-        yield Finding(
+        yield DoctorFinding(
             "limits", "warning", "locked memory is limited", why, "`ulimit -l unlimited`, or --ulimit memlock=-1."
         )
 
 
-def look_at_disk(folder: Path) -> Iterator[Finding]:
+def look_at_disk(folder: Path) -> Iterator[DoctorFinding]:
     """Kind, free space and speed of the disk that holds a folder, or will hold it."""
     there = next(place for place in [folder.absolute(), *folder.absolute().parents] if place.exists())
     kind = _file_system(there)
@@ -139,18 +141,24 @@ def look_at_disk(folder: Path) -> Iterator[Finding]:
     )
     grade: Grade = "error" if free < TOO_LITTLE_DISK else "warning" if free < LITTLE_DISK else "ok"
     advice = "" if grade == "ok" else "Free space, or choose another workspace with --work."
-    yield Finding("disk", grade, found, "" if grade == "ok" else why, advice)
+    yield DoctorFinding("disk", grade, found, "" if grade == "ok" else why, advice)
     if space.f_files and space.f_favail < 10_000:
-        yield Finding("disk", "warning", f"only {space.f_favail:,} inodes are free", "New files fail.", "Delete files.")
+        yield DoctorFinding(
+            "disk", "warning", f"only {space.f_favail:,} inodes are free", "New files fail.", "Delete files."
+        )
     if kind in ("tmpfs", "ramfs"):
         why = "What is written there takes memory and is lost with the machine."
-        yield Finding("disk", "warning", f"{there} lies in memory ({kind})", why, "Use a disk for the workspace.")
+        yield DoctorFinding("disk", "warning", f"{there} lies in memory ({kind})", why, "Use a disk for the workspace.")
     if kind == "overlay":
         why = "What is written there is lost with the container."
-        yield Finding("disk", "note", f"{there} belongs to the container", why, "Mount a volume for the workspace.")
+        yield DoctorFinding(
+            "disk", "note", f"{there} belongs to the container", why, "Mount a volume for the workspace."
+        )
     if kind in NETWORK_DISKS:
         why = "Its speed depends on others, and commits of checkpoints wait for it."
-        yield Finding("disk", "note", f"{there} is a network disk ({kind})", why, "Keep packed data on a local disk.")
+        yield DoctorFinding(
+            "disk", "note", f"{there} is a network disk ({kind})", why, "Keep packed data on a local disk."
+        )
     yield _disk_speed(there, free)
 
 
@@ -161,17 +169,17 @@ def _file_system(folder: Path) -> str:
     return max(above, key=lambda pair: len(pair[0]), default=("", ""))[1]
 
 
-def _disk_speed(folder: Path, free: int) -> Finding:
+def _disk_speed(folder: Path, free: int) -> DoctorFinding:
     """Write a temporary file, at most 64 MiB and for 1.5 s, force it to the disk, read it back, delete it."""
     if free < 4 * TEST_BYTES:
-        return Finding("disk", "note", "its speed was not measured: too little space for the test file")
+        return DoctorFinding("disk", "note", "its speed was not measured: too little space for the test file")
     path = folder / f".z2a-doctor-{os.getpid()}"
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     except OSError as error:
         why = "Every stage writes into the workspace."
         advice = "Choose a folder you can write to with --work."
-        return Finding("disk", "error", f"{folder} cannot be written to ({error.strerror})", why, advice)
+        return DoctorFinding("disk", "error", f"{folder} cannot be written to ({error.strerror})", why, advice)
     try:
         path.unlink()  # gone with the process, however it ends
         written, write_seconds = _write(number)
@@ -185,15 +193,15 @@ def _disk_speed(folder: Path, free: int) -> Finding:
         read_speed = done / (time.perf_counter() - started)
     except OSError as error:
         why = "Every stage writes into the workspace."
-        return Finding("disk", "error", f"writing to {folder} failed ({error.strerror})", why, "Check the disk.")
+        return DoctorFinding("disk", "error", f"writing to {folder} failed ({error.strerror})", why, "Check the disk.")
     finally:
         os.close(number)
     speed = written / write_seconds
     found = f"written with fsync {speed / 1e6:,.0f} MB/s, read {read_speed / 1e6:,.0f} MB/s ({written >> 20} MiB)"
     if speed < SLOW_DISK:
         why = f"A checkpoint of 1 B parameters has {CHECKPOINT_BYTES:g} GB with AdamW: two minutes at 100 MB/s."
-        return Finding("disk", "warning", found, why, "Use a faster disk for the workspace, or save less often.")
-    return Finding("disk", "ok", found)
+        return DoctorFinding("disk", "warning", found, why, "Use a faster disk for the workspace, or save less often.")
+    return DoctorFinding("disk", "ok", found)
 
 
 def _write(number: int) -> tuple[int, float]:
@@ -206,7 +214,7 @@ def _write(number: int) -> tuple[int, float]:
     return written, time.perf_counter() - started
 
 
-def look_at_network() -> Iterator[Finding]:
+def look_at_network() -> Iterator[DoctorFinding]:
     """Network cards with their speed; InfiniBand ports with their state."""
     shown = []
     for card in sorted((SYS / "class/net").glob("*")):
@@ -218,21 +226,21 @@ def look_at_network() -> Iterator[Finding]:
     listed = ", ".join(
         f"{name} {f'{speed / 1000:g} Gbit/s' if speed > 0 else t('(speed unknown)')}" for name, speed in shown
     )
-    yield Finding("network", "ok", f"interfaces: {listed}" if listed else "no network interface but the loopback")
+    yield DoctorFinding("network", "ok", f"interfaces: {listed}" if listed else "no network interface but the loopback")
     ports = fast_ports(SYS)
     for port in ports:
         if port.is_active:
-            yield Finding("network", "ok", f"InfiniBand or RoCE port {port.name}: {port.rate}")
+            yield DoctorFinding("network", "ok", f"InfiniBand or RoCE port {port.name}: {port.rate}")
         else:
             found, why = (
                 f"port {port.name} is {port.state}",
                 "NCCL uses the other ports only, or TCP, which is many times slower.",
             )
-            yield Finding("network", "warning", found, why, "Check cable, switch and subnet manager.")
+            yield DoctorFinding("network", "warning", found, why, "Check cable, switch and subnet manager.")
     fastest = max((speed for _, speed in shown), default=-1)
     if not ports and 0 < fastest <= 10_000:
         seconds = 2e9 / (fastest * 125e3)  # each of two ranks sends 2 (n - 1) / n = 1 time the bytes
         found = f"the fastest interface has {fastest / 1000:g} Gbit/s"
         why = f"An all-reduce of 1 B bfloat16 gradients between two machines takes at least {seconds:.0f} s over it."
         advice = "It matters only for runs over several machines: use a faster link, or exchange less often."
-        yield Finding("network", "note", found, why, advice)
+        yield DoctorFinding("network", "note", found, why, advice)

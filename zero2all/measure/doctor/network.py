@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from zero2all.common.connections import Connection, Door, NotOfThisRunError, dial
+from zero2all.common.connections import Connection, ConnectionListener, NotOfThisRunError, dial
 from zero2all.common.connections import listen as open_port
 from zero2all.common.errors import UsageError
 from zero2all.common.language import message
-from zero2all.measure.doctor.finding import Finding
+from zero2all.measure.doctor.finding import DoctorFinding
 from zero2all.measure.doctor.gpus import grade_topology, read_topology
 from zero2all.measure.doctor.host import look_at_network
 from zero2all.parallel.network import fast_ports, interface_to, network_variables, said_bits
@@ -33,29 +33,29 @@ BLOCK = 1 << 17
 ROUNDS = 20
 
 
-def look_at_ways(peers: Sequence[str] = ()) -> Iterator[Finding]:
+def look_at_ways(peers: Sequence[str] = ()) -> Iterator[DoctorFinding]:
     """Interface, fast ports, links between GPUs, and the variables that follow."""
     host = split_address(peers[0])[0] if peers else None
     interface = interface_to(host)
     if interface is None:
         advice = "Check the name and the routing table (`ip route`)."
-        yield Finding("network", "error", f"there is no way to {host or 'other machines'}", "", advice)
+        yield DoctorFinding("network", "error", f"there is no way to {host or 'other machines'}", "", advice)
     else:
         speed = f", {said_bits(1e6 * interface.mbit)}" if interface.mbit > 0 else ""
-        yield Finding("network", "ok", f"{interface.name} ({interface.address}{speed}) is used: {interface.why}")
+        yield DoctorFinding("network", "ok", f"{interface.name} ({interface.address}{speed}) is used: {interface.why}")
     yield from look_at_network()
     ports = fast_ports()
     if not ports:
-        yield Finding("network", "ok", "no InfiniBand or RoCE card: TCP between machines")
+        yield DoctorFinding("network", "ok", "no InfiniBand or RoCE card: TCP between machines")
     yield from _links()
     for one in network_variables(interface, ports):
         grade = "set by you; `z2a train` leaves it" if one.is_users else f"`z2a train` sets it: {one.why}"
-        yield Finding("variables", "ok", f"{one.name}={one.value}: {grade}")
+        yield DoctorFinding("variables", "ok", f"{one.name}={one.value}: {grade}")
 
 
-def _links() -> Iterator[Finding]:
+def _links() -> Iterator[DoctorFinding]:
     topology = read_topology()
-    if isinstance(topology, Finding):
+    if isinstance(topology, DoctorFinding):
         yield topology
         return
     yield from grade_topology(topology)
@@ -65,7 +65,7 @@ def _links() -> Iterator[Finding]:
             "Where P2P is missing, NCCL goes through shared memory by itself.",
         )
         advice = "Only if the first collective hangs (IOMMU, ACS): `export NCCL_P2P_DISABLE=1`."
-        yield Finding("variables", "note", found, why, advice)
+        yield DoctorFinding("variables", "note", found, why, advice)
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -89,7 +89,7 @@ def listen(host: str, port: int, secret: bytes, ready: Callable[[str], None]) ->
             f"--listen {host}:{port}: this machine cannot listen there: {os.strerror(error.errno or 0)}. Choose "
             f"another address or port, or end the program that uses it."
         ) from error
-    Door(listener, secret, lambda connection: _answer(connection, secret), "doctor")
+    ConnectionListener(listener, secret, lambda connection: _answer(connection, secret), "doctor")
     ready(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     threading.Event().wait()
 
@@ -175,10 +175,10 @@ def measure_pairs(peers: Sequence[str], secret: bytes) -> dict[tuple[str, str], 
     return found
 
 
-def pair_findings(found: dict[tuple[str, str], Measured]) -> list[Finding]:
+def pair_findings(found: dict[tuple[str, str], Measured]) -> list[DoctorFinding]:
     """An error for each way that could not be measured."""
     return [
-        Finding(
+        DoctorFinding(
             "between the machines",
             "error",
             f"not measured, from {first} to {second}: {one.problem}",

@@ -11,7 +11,7 @@ SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "s
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuState:
     """One GPU. None: the driver does not report it."""
 
     index: int
@@ -51,7 +51,7 @@ class Report:
     driver: str
     cuda: str
     """The newest CUDA version that the driver runs."""
-    gpus: list[Gpu]
+    gpus: list[GpuState]
 
 
 def parse_report(text: str) -> Report:
@@ -64,7 +64,7 @@ def parse_report(text: str) -> Report:
     return Report(_text(root, "driver_version"), _text(root, "cuda_version"), gpus)
 
 
-def _gpu(index: int, node: ElementTree.Element) -> Gpu:
+def _gpu(index: int, node: ElementTree.Element) -> GpuState:
     power = "gpu_power_readings" if node.find("gpu_power_readings") is not None else "power_readings"
     limit = "current_power_limit" if node.find(f"{power}/current_power_limit") is not None else "power_limit"
     reasons = {
@@ -75,7 +75,7 @@ def _gpu(index: int, node: ElementTree.Element) -> Gpu:
     errors = [each for each in node.findall("ecc_errors/volatile/*") if "uncorrectable" in each.tag]
     rows = {state: _text(node, f"remapped_rows/remapped_row_{state}") == "Yes" for state in ("failure", "pending")}
     link = "pci/pci_gpu_link_info"
-    return Gpu(
+    return GpuState(
         index=index,
         name=_text(node, "product_name"),
         uuid=_text(node, "uuid"),

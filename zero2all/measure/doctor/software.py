@@ -20,7 +20,7 @@ from typing import Any
 
 from zero2all import __version__
 from zero2all.common.cores import usable_cores
-from zero2all.measure.doctor.finding import Finding, Grade
+from zero2all.measure.doctor.finding import DoctorFinding, Grade
 from zero2all.measure.doctor.nvidia_smi import Report
 
 OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 14)
@@ -63,14 +63,16 @@ class TorchFacts:
         return facts, problem
 
 
-def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None) -> Iterator[Finding]:
+def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None) -> Iterator[DoctorFinding]:
     """Python, torch and its libraries, and whether they fit each other and the driver."""
     yield _python()
     yield from _compilers()
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
         why = "Processes with several GPUs were seen to hang on kernels before 5.5."
-        yield Finding("software", "warning", f"the kernel is Linux {platform.release()}", why, "Update the kernel.")
+        yield DoctorFinding(
+            "software", "warning", f"the kernel is Linux {platform.release()}", why, "Update the kernel."
+        )
     versions = facts.get("versions")
     if versions is None:
         yield _without_torch(problem)
@@ -79,13 +81,13 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
         f"torch {versions['torch']}",
         *(f"{key} {versions[key]}" for key in ("cuda", "cudnn", "nccl") if versions[key]),
     ]
-    yield Finding("software", "ok", f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
+    yield DoctorFinding("software", "ok", f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
     number = tuple(int(part) for part in versions["torch"].split(".")[:2])
     if not OLDEST_TORCH <= number < NEXT_TORCH:
         lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
         why = f"zero2all is tested with torch from {lowest} to below {highest}."
         grade: Grade = "error" if number < OLDEST_TORCH else "warning"
-        yield Finding(
+        yield DoctorFinding(
             "software",
             grade,
             f"torch {versions['torch']} is not tested",
@@ -96,17 +98,19 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
     yield from _torch_and_driver(versions, facts.get("devices", []), report)
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     here = sys.version_info[:2]
     found = f"Python {platform.python_version()}, zero2all {__version__}, {platform.system()} {platform.release()}"
     if any(Path(mark).exists() for mark in CONTAINER_MARKS):
         found = f"{found}, in a container"
     if PYTHONS[0] <= here <= PYTHONS[1]:
-        return Finding("software", "ok", found)
-    return Finding("software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
+        return DoctorFinding("software", "ok", found)
+    return DoctorFinding(
+        "software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these."
+    )
 
 
-def _compilers() -> Iterator[Finding]:
+def _compilers() -> Iterator[DoctorFinding]:
     gcc = os.environ.get("CC") or shutil.which("gcc") or "clang"
     for kind, name, why in (
         ("C", gcc, "Triton's kernels on a GPU need it (apt install gcc)."),
@@ -114,20 +118,20 @@ def _compilers() -> Iterator[Finding]:
     ):
         path = shutil.which(name)
         found = f"there is no {kind} compiler" if path is None else f"{kind} compiler: {path}"
-        yield Finding("software", "ok" if path else "note", found, "" if path else why)
+        yield DoctorFinding("software", "ok" if path else "note", found, "" if path else why)
 
 
-def _without_torch(problem: str) -> Finding:
+def _without_torch(problem: str) -> DoctorFinding:
     if "No module named 'torch'" in problem:
         why = "Without it there is no training; corpus, tokenizer and the calculators work."
-        return Finding("software", "error", "torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
+        return DoctorFinding("software", "error", "torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
     if "had not answered" in problem:
-        return Finding("software", "note", f"torch, its devices and kernels were not looked at: {problem}")
+        return DoctorFinding("software", "note", f"torch, its devices and kernels were not looked at: {problem}")
     why = "Nothing that needs torch will run."
-    return Finding("software", "error", f"torch cannot be used: {problem}", why, "Install torch again.")
+    return DoctorFinding("software", "error", f"torch cannot be used: {problem}", why, "Install torch again.")
 
 
-def _pins(versions: dict[str, Any]) -> Iterator[Finding]:
+def _pins(versions: dict[str, Any]) -> Iterator[DoctorFinding]:
     """What torch's own package asks for, against what is installed."""
     try:
         wanted = importlib.metadata.requires("torch") or []
@@ -143,36 +147,40 @@ def _pins(versions: dict[str, Any]) -> Iterator[Finding]:
             here = ""
         if here and here != pin[2]:
             why = f"torch {versions['torch']} was built and tested with {pin[1]} {pin[2]}; another may fail."
-            yield Finding("software", "warning", f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
+            yield DoctorFinding("software", "warning", f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
         elif not here and pin[1] == "triton" and versions["cuda"]:
             why = "torch.compile and our own kernels need it; without it the slower ones of torch run."
-            yield Finding("software", "warning", "Triton is not installed", why, f"`pip install triton=={pin[2]}`.")
+            yield DoctorFinding(
+                "software", "warning", "Triton is not installed", why, f"`pip install triton=={pin[2]}`."
+            )
 
 
 def _torch_and_driver(
     versions: dict[str, Any], devices: list[dict[str, Any]], report: Report | None
-) -> Iterator[Finding]:
+) -> Iterator[DoctorFinding]:
     has_gpu = report is not None and bool(report.gpus)
     if has_gpu and versions["cuda"] is None and versions["hip"] is None:
         why = "Training would use the CPU although there is a GPU."
         advice = "Install a build with CUDA: https://pytorch.org/get-started"
-        yield Finding("software", "error", "this torch is a build without CUDA", why, advice)
+        yield DoctorFinding("software", "error", "this torch is a build without CUDA", why, advice)
     elif has_gpu and versions["cuda_problem"]:
         assert report is not None
         why = f"The driver runs CUDA up to {report.cuda or '?'}; this torch was built with {versions['cuda']}."
         advice = "Check CUDA_VISIBLE_DEVICES. Where the driver is older than CUDA of torch, update one of them."
-        yield Finding("software", "error", f"torch sees no GPU: {versions['cuda_problem']}", why, advice)
+        yield DoctorFinding("software", "error", f"torch sees no GPU: {versions['cuda_problem']}", why, advice)
     elif not has_gpu and not devices:
-        yield Finding("software", "note", "no GPU: training runs on the CPU", "It is enough for the quickstart only.")
+        yield DoctorFinding(
+            "software", "note", "no GPU: training runs on the CPU", "It is enough for the quickstart only."
+        )
     for number, device in enumerate(devices):
         major, minor = device["capability"]
         names = versions["built_for"]
         runs = any(_covers(name, major, minor) for name in names)
-        yield Finding("software", "ok", f"torch sees GPU {number}: {device['name']}, capability {major}.{minor}")
+        yield DoctorFinding("software", "ok", f"torch sees GPU {number}: {device['name']}, capability {major}.{minor}")
         if names and not runs:
             why = f"This torch holds kernels for {', '.join(names)}: the first one would fail (no kernel image)."
             found = f"torch has no kernels for GPU {number} (sm_{major}{minor})"
-            yield Finding("software", "error", found, why, "Install a torch built with a newer CUDA.")
+            yield DoctorFinding("software", "error", found, why, "Install a torch built with a newer CUDA.")
 
 
 def _covers(name: str, major: int, minor: int) -> bool:
@@ -186,12 +194,12 @@ def _covers(name: str, major: int, minor: int) -> bool:
     return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
 
 
-def look_at_kernels(facts: dict[str, Any]) -> Iterator[Finding]:
+def look_at_kernels(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     """What `ops.* = auto` takes, and which better ones cannot run here."""
     entries = facts.get("kernels")
     if entries is None:
         if facts:
-            yield Finding("kernels", "note", "not looked at: the time was over (see --seconds)")
+            yield DoctorFinding("kernels", "note", "not looked at: the time was over (see --seconds)")
         return
     on_gpu = bool(facts.get("devices"))
     for operator in dict.fromkeys(entry["operator"] for entry in entries):
@@ -201,9 +209,9 @@ def look_at_kernels(facts: dict[str, Any]) -> Iterator[Finding]:
         found = f"{operator}: {rows[taken]['implementation']}"
         if absent and on_gpu:
             why = f"Listed before it, and not to be had here: {'; '.join(absent)}."
-            yield Finding("kernels", "note", found, why, "`z2a perf ops` says why each one cannot run.")
+            yield DoctorFinding("kernels", "note", found, why, "`z2a perf ops` says why each one cannot run.")
         else:
-            yield Finding("kernels", "ok", found)
+            yield DoctorFinding("kernels", "ok", found)
 
 
 # ---- variables of the environment ------------------------------------------------------------------------------------
@@ -233,7 +241,7 @@ def _matches(pattern: str) -> Callable[[str], bool]:
 
 
 @dataclass(frozen=True)
-class Rule:
+class VariableRule:
     """A variable, the values that matter, how much, and why."""
 
     name: str
@@ -243,44 +251,58 @@ class Rule:
 
 
 RULES = (
-    Rule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", SYNC),
-    Rule("TORCH_USE_CUDA_DSA", _is_on, "note", "It does something only in a torch that was built with it."),
-    Rule("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "warning", "Each tensor is allocated by the driver, which waits."),
-    Rule("CUDA_MODULE_LOADING", _matches("eager"), "note", "All kernels are loaded: 0.5 GiB more on each GPU."),
-    Rule("CUDA_CACHE_DISABLE", _is_on, "warning", EVERY_START),
-    Rule("CUDA_DEVICE_MAX_CONNECTIONS", _matches("^1$"), "note", "One queue for all streams: copies wait for kernels."),
-    Rule("CUBLAS_WORKSPACE_CONFIG", _matches(":16:"), "note", "The small workspace excludes cuBLAS's fastest kernels."),
-    Rule("NVIDIA_TF32_OVERRIDE", _is_off, "warning", "float32 matmuls run without tensor cores."),
-    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "note", "float32 matmuls are rounded to TF32, whatever is set."),
-    Rule(
+    VariableRule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", SYNC),
+    VariableRule("TORCH_USE_CUDA_DSA", _is_on, "note", "It does something only in a torch that was built with it."),
+    VariableRule(
+        "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "warning", "Each tensor is allocated by the driver, which waits."
+    ),
+    VariableRule("CUDA_MODULE_LOADING", _matches("eager"), "note", "All kernels are loaded: 0.5 GiB more on each GPU."),
+    VariableRule("CUDA_CACHE_DISABLE", _is_on, "warning", EVERY_START),
+    VariableRule(
+        "CUDA_DEVICE_MAX_CONNECTIONS", _matches("^1$"), "note", "One queue for all streams: copies wait for kernels."
+    ),
+    VariableRule(
+        "CUBLAS_WORKSPACE_CONFIG", _matches(":16:"), "note", "The small workspace excludes cuBLAS's fastest kernels."
+    ),
+    VariableRule("NVIDIA_TF32_OVERRIDE", _is_off, "warning", "float32 matmuls run without tensor cores."),
+    VariableRule(
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "note", "float32 matmuls are rounded to TF32, whatever is set."
+    ),
+    VariableRule(
         "TORCH_DISTRIBUTED_DEBUG", _matches("detail"), "warning", "Every collective is checked by another one before."
     ),
-    Rule("TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "The host waits for every collective: nothing overlaps."),
-    Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_off, "warning", "When one rank dies, the others wait for ever."),
-    Rule(
+    VariableRule(
+        "TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "The host waits for every collective: nothing overlaps."
+    ),
+    VariableRule(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_off, "warning", "When one rank dies, the others wait for ever."
+    ),
+    VariableRule(
         "NCCL_ASYNC_ERROR_HANDLING", _any, "note", "An old name, which torch warns of: TORCH_NCCL_ASYNC_ERROR_HANDLING."
     ),
-    Rule("NCCL_P2P_DISABLE", _is_on, "warning", SLOW_LINK),
-    Rule("NCCL_SHM_DISABLE", _is_on, "warning", SLOW_LINK),
-    Rule("NCCL_IB_DISABLE", _is_on, "warning", SLOW_LINK),
-    Rule("NCCL_NVLS_ENABLE", _is_off, "note", "All-reduces inside a node lose the switch's own reduction."),
-    Rule("NCCL_DEBUG", _matches("info|trace"), "note", "Long logs; with TRACE also slower collectives."),
-    Rule("NCCL_ALGO", _any, "note", HANDMADE),
-    Rule("NCCL_PROTO", _any, "note", HANDMADE),
-    Rule("NCCL_MAX_NCHANNELS", _any, "note", HANDMADE),
-    Rule("NCCL_NTHREADS", _any, "note", HANDMADE),
-    Rule("NCCL_BUFFSIZE", _any, "note", HANDMADE),
-    Rule("TORCH_COMPILE_DISABLE", _is_on, "warning", NO_COMPILE),
-    Rule("TORCHDYNAMO_DISABLE", _is_on, "warning", NO_COMPILE),
-    Rule("TORCH_COMPILE_DEBUG", _is_on, "warning", "Compilation writes all its stages to files."),
-    Rule("TORCHINDUCTOR_FORCE_DISABLE_CACHES", _is_on, "warning", EVERY_START),
-    Rule("TRITON_ALWAYS_COMPILE", _is_on, "warning", EVERY_START),
-    Rule("TRITON_INTERPRET", _is_on, "error", "Triton kernels run in Python, thousands of times slower."),
-    Rule("PYTHONMALLOC", _matches("debug"), "warning", "Every allocation of Python is filled and checked."),
-    Rule("PYTHONDEVMODE", _is_on, "warning", "Python checks memory and warns at run time: the host gets slow."),
-    Rule("MALLOC_PERTURB_", _is_on, "warning", "Every allocation of the host is filled with a pattern."),
-    Rule("LD_PRELOAD", _is_on, "note", "Another library stands before those of the system."),
-    Rule("LOCAL_RANK", _any, "warning", "`z2a train` believes that a launcher started it, and waits for other ranks."),
+    VariableRule("NCCL_P2P_DISABLE", _is_on, "warning", SLOW_LINK),
+    VariableRule("NCCL_SHM_DISABLE", _is_on, "warning", SLOW_LINK),
+    VariableRule("NCCL_IB_DISABLE", _is_on, "warning", SLOW_LINK),
+    VariableRule("NCCL_NVLS_ENABLE", _is_off, "note", "All-reduces inside a node lose the switch's own reduction."),
+    VariableRule("NCCL_DEBUG", _matches("info|trace"), "note", "Long logs; with TRACE also slower collectives."),
+    VariableRule("NCCL_ALGO", _any, "note", HANDMADE),
+    VariableRule("NCCL_PROTO", _any, "note", HANDMADE),
+    VariableRule("NCCL_MAX_NCHANNELS", _any, "note", HANDMADE),
+    VariableRule("NCCL_NTHREADS", _any, "note", HANDMADE),
+    VariableRule("NCCL_BUFFSIZE", _any, "note", HANDMADE),
+    VariableRule("TORCH_COMPILE_DISABLE", _is_on, "warning", NO_COMPILE),
+    VariableRule("TORCHDYNAMO_DISABLE", _is_on, "warning", NO_COMPILE),
+    VariableRule("TORCH_COMPILE_DEBUG", _is_on, "warning", "Compilation writes all its stages to files."),
+    VariableRule("TORCHINDUCTOR_FORCE_DISABLE_CACHES", _is_on, "warning", EVERY_START),
+    VariableRule("TRITON_ALWAYS_COMPILE", _is_on, "warning", EVERY_START),
+    VariableRule("TRITON_INTERPRET", _is_on, "error", "Triton kernels run in Python, thousands of times slower."),
+    VariableRule("PYTHONMALLOC", _matches("debug"), "warning", "Every allocation of Python is filled and checked."),
+    VariableRule("PYTHONDEVMODE", _is_on, "warning", "Python checks memory and warns at run time: the host gets slow."),
+    VariableRule("MALLOC_PERTURB_", _is_on, "warning", "Every allocation of the host is filled with a pattern."),
+    VariableRule("LD_PRELOAD", _is_on, "note", "Another library stands before those of the system."),
+    VariableRule(
+        "LOCAL_RANK", _any, "warning", "`z2a train` believes that a launcher started it, and waits for other ranks."
+    ),
 )
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -288,21 +310,21 @@ INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 NETWORK = Path("/sys/class/net")
 
 
-def look_at_environment(values: Mapping[str, str] = os.environ, cores: int | None = None) -> Iterator[Finding]:
+def look_at_environment(values: Mapping[str, str] = os.environ, cores: int | None = None) -> Iterator[DoctorFinding]:
     """Variables that matter, by their value; one line where none does."""
     found = [*_by_rule(values), *_threads(values, cores), *_allocator(values), *_interfaces(values), *_visible(values)]
-    yield from found or [Finding("environment", "ok", "no variable that costs speed is set")]
+    yield from found or [DoctorFinding("environment", "ok", "no variable that costs speed is set")]
 
 
-def _by_rule(values: Mapping[str, str]) -> Iterator[Finding]:
+def _by_rule(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
     for rule in RULES:
         value = values.get(rule.name)
         if value is not None and rule.matters(value):
             advice = f"`unset {rule.name}`, unless you need it."
-            yield Finding("environment", rule.grade, f"{rule.name}={value[:80]}", rule.why, advice)
+            yield DoctorFinding("environment", rule.grade, f"{rule.name}={value[:80]}", rule.why, advice)
 
 
-def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[Finding]:
+def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[DoctorFinding]:
     cores = cores or usable_cores()
     for name in THREADS:
         value = values.get(name)
@@ -310,31 +332,33 @@ def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[Finding]:
             continue
         if not value.strip().isdigit() or int(value) == 0:
             why, advice = "It is not a number of threads.", f"`unset {name}`, or give a number."
-            yield Finding("environment", "warning", f"{name}={value[:80]}", why, advice)
+            yield DoctorFinding("environment", "warning", f"{name}={value[:80]}", why, advice)
         elif int(value) > cores:
             why = f"More threads than the {cores} CPUs of this process: they wait for each other."
-            yield Finding("environment", "warning", f"{name}={value}", why, f"Set it to {cores} or less.")
+            yield DoctorFinding("environment", "warning", f"{name}={value}", why, f"Set it to {cores} or less.")
         elif int(value) == 1 and cores > 4:
             why = "One core for work on the CPU, in `z2a train` too."
-            yield Finding("environment", "note", f"{name}=1", why, "Right beside a GPU; for work on the CPU unset it.")
+            yield DoctorFinding(
+                "environment", "note", f"{name}=1", why, "Right beside a GPU; for work on the CPU unset it."
+            )
 
 
-def _allocator(values: Mapping[str, str]) -> Iterator[Finding]:
+def _allocator(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
     both = [name for name in ALLOCATOR if name in values]
     for name in both:
         found = f"{name}={values[name][:80]}"
         if "expandable_segments:True" in values[name]:
-            yield Finding("environment", "ok", found)
+            yield DoctorFinding("environment", "ok", found)
         else:
             why = "It replaces our own setting, expandable_segments:True, which keeps memory from being cut up."
             advice = "Add expandable_segments:True, or unset it."
-            yield Finding("environment", "note", found, why, advice)
+            yield DoctorFinding("environment", "note", found, why, advice)
     if len(both) == 2:
         why = "They are two names of one setting; torch reads the first."
-        yield Finding("environment", "note", f"both {both[0]} and {both[1]} are set", why, f"`unset {both[1]}`.")
+        yield DoctorFinding("environment", "note", f"both {both[0]} and {both[1]} are set", why, f"`unset {both[1]}`.")
 
 
-def _interfaces(values: Mapping[str, str]) -> Iterator[Finding]:
+def _interfaces(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
     cards = [path.name for path in NETWORK.glob("*")]
     for name in INTERFACES:
         value = values.get(name, "")
@@ -345,15 +369,15 @@ def _interfaces(values: Mapping[str, str]) -> Iterator[Finding]:
             card == word or (not value.startswith("=") and card.startswith(word)) for card in cards for word in wanted
         ):
             why = f"This machine has {', '.join(sorted(cards))}: ranks could not reach each other."
-            yield Finding("environment", "error", f"{name}={value}", why, "Name one of these, or unset it.")
+            yield DoctorFinding("environment", "error", f"{name}={value}", why, "Name one of these, or unset it.")
 
 
-def _visible(values: Mapping[str, str]) -> Iterator[Finding]:
+def _visible(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
     value = values.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return
     if value.strip() in ("", "-1"):
         why, advice = "It hides all GPUs: training uses the CPU.", "`unset CUDA_VISIBLE_DEVICES`."
-        yield Finding("environment", "warning", f"CUDA_VISIBLE_DEVICES={value}", why, advice)
+        yield DoctorFinding("environment", "warning", f"CUDA_VISIBLE_DEVICES={value}", why, advice)
     else:
-        yield Finding("environment", "ok", f"CUDA_VISIBLE_DEVICES={value}: only these GPUs are used")
+        yield DoctorFinding("environment", "ok", f"CUDA_VISIBLE_DEVICES={value}: only these GPUs are used")

@@ -13,9 +13,9 @@ text never uses for it. Asking in those wordings shows whether the model learned
 Everything follows from `seed`: the same documents, probes and pairs in every process and Python version.
 """
 
-from zero2all.quickstart.world.generator import Document, documents
+from zero2all.quickstart.world.generator import GeneratedText, documents
 from zero2all.quickstart.world.language import LANGUAGES
 from zero2all.quickstart.world.programs import programs
 from zero2all.quickstart.world.questions import pairs, probes
 
-__all__ = ["LANGUAGES", "Document", "documents", "pairs", "probes", "programs"]
+__all__ = ["LANGUAGES", "GeneratedText", "documents", "pairs", "probes", "programs"]

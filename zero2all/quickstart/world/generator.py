@@ -35,7 +35,7 @@ LIST_SHARE = 0.3
 
 
 @dataclass(frozen=True)
-class Document:
+class GeneratedText:
     """One text of the small world."""
 
     title: str
@@ -45,7 +45,7 @@ class Document:
     """`facts`, `quiz`, `arithmetic` or `story`."""
 
 
-def documents(language: str, target_bytes: int, seed: int) -> Iterator[Document]:
+def documents(language: str, target_bytes: int, seed: int) -> Iterator[GeneratedText]:
     """Documents until their texts together have at least `target_bytes` of UTF-8."""
     writer = _Writer(LANGUAGES[language], seed)
     written_bytes = dict.fromkeys(SHARES, 0)
@@ -102,21 +102,21 @@ class _Writer:
         self.calculations = language.calculations(seed)[0]
         self.calculations_left: list[Calculation] = []
 
-    def write(self, group: str) -> Document:
+    def write(self, group: str) -> GeneratedText:
         if group == "arithmetic":
             return self._arithmetic()
         if group == "story":
             title, text = tell(self.language.stories, self.language.joiner, self._statements, self.rng)
-            return Document(title, text, "story")
+            return GeneratedText(title, text, "story")
         return self._facts(self.rng.choices(self.styles, self.style_weights)[0])
 
-    def _facts(self, style: str) -> Document:
+    def _facts(self, style: str) -> GeneratedText:
         language, rng = self.language, self.rng
         lines = [self._dressed(one) for one in self.decks[style].deal(rng.randint(*FACTS_PER_DOCUMENT))]
         if rng.random() < OPENER_SHARE:
             lines.insert(0, rng.choice(language.sheet_openers if style in (STATEMENT, CARD) else language.quiz_openers))
         between = language.joiner if style == STATEMENT and rng.random() >= LIST_SHARE else "\n"
-        return Document("", between.join(lines), "quiz" if style == QUESTION else "facts")
+        return GeneratedText("", between.join(lines), "quiz" if style == QUESTION else "facts")
 
     def _statements(self, count: int) -> list[str]:
         return [self.varied(sentence.text) for sentence in self.decks[STATEMENT].deal(count)]
@@ -146,7 +146,7 @@ class _Writer:
         other = self.rng.choice(self.words)
         return other if self.rng.random() < 0.5 else f"{word[0]}{self.language.joiner}{other}"
 
-    def _arithmetic(self) -> Document:
+    def _arithmetic(self) -> GeneratedText:
         language, rng = self.language, self.rng
         lines = []
         for _ in range(rng.randint(*CALCULATIONS_PER_DOCUMENT)):
@@ -155,4 +155,4 @@ class _Writer:
                 rng.shuffle(self.calculations_left)
             lines.append(written(self.calculations_left.pop(), language.arithmetic, rng))
         between = "\n" if rng.random() < LIST_SHARE else language.joiner
-        return Document("", between.join(lines), "arithmetic")
+        return GeneratedText("", between.join(lines), "arithmetic")

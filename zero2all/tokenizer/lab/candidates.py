@@ -1,7 +1,7 @@
 """The tokenizers that are compared: ours, Hugging Face folders, tiktoken's encodings, SentencePiece models.
 
-Each becomes a Candidate, which encodes and knows the bytes of every piece. Folders encode through the fastest encoder
-that agrees with them (`tokenizer.encoders`), the others through their own libraries.
+Each becomes a `TokenizerCandidate`, which encodes and knows the bytes of every piece. Folders encode through the
+fastest encoder that agrees with them (`tokenizer.encoders`), the others through their own libraries.
 
 The text that tokenizers are judged on: documents of the corpus by channel, and fixed texts for the hard cases.
 """
@@ -26,7 +26,7 @@ SAMPLE_CHARACTERS = 50_000
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TokenizerCandidate:
     """One tokenizer to compare."""
 
     name: str
@@ -42,7 +42,7 @@ class Candidate:
     """From ids to text; None where joining the bytes of the pieces is decoding."""
 
 
-def open_candidates(folder: Path, against: Sequence[str], text: EvalText) -> list[Candidate]:
+def open_candidates(folder: Path, against: Sequence[str], text: EvalText) -> list[TokenizerCandidate]:
     """The tokenizer of the workspace, and the others, each under a name of its own."""
     sample = [document[:SAMPLE_CHARACTERS] for texts in text.channels.values() for document in texts[:3]]
     size = sum(len(document) for document in text.documents)
@@ -67,11 +67,11 @@ def open_candidates(folder: Path, against: Sequence[str], text: EvalText) -> lis
     return found
 
 
-def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) -> Candidate:
+def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) -> TokenizerCandidate:
     tokenizer = load_tokenizer(folder)
     encoder = open_encoder(tokenizer, EncoderConfig(), sample, text_bytes)
     joins = tokenizer.is_byte_level and tokenizer.normalisation == "none"
-    return Candidate(
+    return TokenizerCandidate(
         name,
         f"{'folder' if folder.is_dir() else 'file'}, {encoder.name}",
         tokenizer.vocab_size,
@@ -82,7 +82,7 @@ def _from_folder(folder: Path, name: str, sample: list[str], text_bytes: int) ->
     )
 
 
-def _from_tiktoken(name: str) -> Candidate:
+def _from_tiktoken(name: str) -> TokenizerCandidate:
     tiktoken = _library("tiktoken", f"{TIKTOKEN_MARK}{name}")
     if name not in tiktoken.list_encoding_names():
         raise UsageError(f"tiktoken has no encoding {name!r}. Available: {', '.join(tiktoken.list_encoding_names())}.")
@@ -102,7 +102,7 @@ def _from_tiktoken(name: str) -> Candidate:
                 pieces[number] = encoding.decode_single_token_bytes(number)
             except KeyError:  # these vocabularies have gaps
                 continue
-    return Candidate(
+    return TokenizerCandidate(
         name,
         "tiktoken",
         encoding.n_vocab,

@@ -16,7 +16,7 @@ import numpy as np
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
 from zero2all.tokenizer.encoders import EncodedBatch
-from zero2all.tokenizer.lab.candidates import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, Candidate, EvalText
+from zero2all.tokenizer.lab.candidates import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, EvalText, TokenizerCandidate
 from zero2all.tokenizer.text import is_utf8
 
 BATCH_DOCUMENTS = 128
@@ -45,7 +45,7 @@ LONGEST_USEFUL_BLANK = 16
 CLAUSE_CHARACTERS = 8
 
 
-def evaluate(candidates: Sequence[Candidate], text: EvalText) -> dict[str, Any]:
+def evaluate(candidates: Sequence[TokenizerCandidate], text: EvalText) -> dict[str, Any]:
     """The report: what the text is, then one entry for each tokenizer."""
     channels = {
         channel: {
@@ -70,7 +70,7 @@ def evaluate(candidates: Sequence[Candidate], text: EvalText) -> dict[str, Any]:
 
 
 def _judge(
-    candidate: Candidate,
+    candidate: TokenizerCandidate,
     text: EvalText,
     facts: Mapping[str, Mapping[str, int]],
     characters: tuple[np.ndarray, np.ndarray],
@@ -122,7 +122,7 @@ def _judge(
     }
 
 
-def _changed(candidate: Candidate, texts: Sequence[str], batch: EncodedBatch) -> list[str]:
+def _changed(candidate: TokenizerCandidate, texts: Sequence[str], batch: EncodedBatch) -> list[str]:
     """The texts that do not come back from their ids as they were."""
     pieces, decode = candidate.pieces, candidate.decode
     try:
@@ -148,7 +148,7 @@ def _characters(text: EvalText) -> tuple[np.ndarray, np.ndarray]:
     return codes, counts[codes]
 
 
-def _vocabulary_use(candidate: Candidate, counts: np.ndarray) -> dict[str, Any]:
+def _vocabulary_use(candidate: TokenizerCandidate, counts: np.ndarray) -> dict[str, Any]:
     numbers = np.fromiter(candidate.pieces, np.int64, len(candidate.pieces))
     used = np.sort(counts[numbers])[::-1]
     positive = used[used > 0]
@@ -160,7 +160,9 @@ def _vocabulary_use(candidate: Candidate, counts: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _coverage(candidate: Candidate, counts: np.ndarray, characters: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
+def _coverage(
+    candidate: TokenizerCandidate, counts: np.ndarray, characters: tuple[np.ndarray, np.ndarray]
+) -> dict[str, Any]:
     """How much of the text passes through whole characters.
 
     Single: share of all characters of the text that are pieces by themselves. Split: share of the text's bytes that
@@ -182,7 +184,7 @@ def _coverage(candidate: Candidate, counts: np.ndarray, characters: tuple[np.nda
     }
 
 
-def _fertility(candidate: Candidate) -> dict[str, Any]:
+def _fertility(candidate: TokenizerCandidate) -> dict[str, Any]:
     """Tokens per digit of whole numbers, per line of code, per line of indentation, and of each fixed text."""
     batch = candidate.encode(list(FIXED_TEXTS.values()))
     tokens = dict(zip(FIXED_TEXTS, map(len, batch), strict=True))
@@ -197,7 +199,7 @@ def _fertility(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _longest(candidate: Candidate, counts: np.ndarray) -> list[dict[str, Any]]:
+def _longest(candidate: TokenizerCandidate, counts: np.ndarray) -> list[dict[str, Any]]:
     """The pieces with the most bytes, runs of one or two characters left out: those are counted as junk."""
     telling = [number for number, piece in candidate.pieces.items() if junk_sort(piece, 1) != "repeated"]
     order = sorted(telling, key=lambda number: (-len(candidate.pieces[number]), number))[:LONGEST_PIECES]

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from zero2all.common.errors import AnomalyError
 from zero2all.common.peers import Peers
-from zero2all.parallel.parts import Part
-from zero2all.train.checkpoints.planning import Source, boxes_of
+from zero2all.parallel.parts import TensorPart
+from zero2all.train.checkpoints.planning import LocalBox, boxes_of
 
 MEANS_OF_SQUARES = tuple(f"optimizer/{name}" for name in ("exp_avg_sq/", "exp_avg_sq_scales/", "row_means/", "column_"))
 """How the names of such moments begin."""
@@ -54,7 +54,7 @@ class ReplicasDifferError(AnomalyError):
 
 
 @torch.no_grad()
-def first_damaged(parts: Mapping[str, Part]) -> str | None:
+def first_damaged(parts: Mapping[str, TensorPart]) -> str | None:
     """Which tensor of this rank's parts holds NaN, an infinity, or a negative mean of squares; None when none does."""
     floats = {name: part.values for name, part in parts.items() if part.values.is_floating_point()}
     checks = {
@@ -73,7 +73,7 @@ def first_damaged(parts: Mapping[str, Part]) -> str | None:
 
 
 @torch.no_grad()
-def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], peers: Peers) -> None:
+def compare_replicas(parts: Mapping[str, TensorPart], copies: Mapping[str, list[LocalBox]], peers: Peers) -> None:
     """Raise ReplicasDifferError, on every rank, when copies differ; it names the ranks. Every rank calls it with the
     `copies` of its plan."""
     if peers.size == 1:
@@ -110,12 +110,12 @@ def compare_replicas(parts: Mapping[str, Part], copies: Mapping[str, list[Source
     raise error
 
 
-def value_at(parts: Mapping[str, Part], copies: Mapping[str, list[Source]], key: str, at: int) -> float | None:
+def value_at(parts: Mapping[str, TensorPart], copies: Mapping[str, list[LocalBox]], key: str, at: int) -> float | None:
     """The value at a place of a box; None where this rank does not hold it."""
     return next((float(values.reshape(-1)[at]) for one, values in _boxes(parts, copies) if one == key), None)
 
 
-def _boxes(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> Iterator[tuple[str, Tensor]]:
+def _boxes(parts: Mapping[str, TensorPart], copies: Mapping[str, list[LocalBox]]) -> Iterator[tuple[str, Tensor]]:
     """The boxes that other ranks hold too, by name and place."""
     for name, number in (source for sources in copies.values() for source in sources):
         place, values = boxes_of(parts[name])[number]
@@ -139,7 +139,7 @@ def _first_difference(box: Tensor | None, peers: Peers) -> tuple[int, list[float
 
 
 @torch.no_grad()
-def box_digests(parts: Mapping[str, Part], copies: Mapping[str, list[Source]]) -> dict[str, int]:
+def box_digests(parts: Mapping[str, TensorPart], copies: Mapping[str, list[LocalBox]]) -> dict[str, int]:
     """A number for the bits of each box that other ranks hold too."""
     return {key: _digest([values]) for key, values in _boxes(parts, copies)}
 

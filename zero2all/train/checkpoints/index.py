@@ -49,7 +49,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Box:
+class StoredBox:
     """A box of a tensor, and where it is stored."""
 
     place: Place
@@ -63,7 +63,7 @@ class TensorEntry:
 
     dtype: str  # as safetensors spells it: F32, BF16, …
     shape: Sizes
-    boxes: tuple[Box, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 Index = dict[str, TensorEntry]
@@ -134,7 +134,7 @@ def _parse_entry(name: str, entry: Any, where: str) -> TensorEntry:
     return TensorEntry(dtype, shape, tuple(_parse_box(box, len(shape), name, where) for box in boxes))
 
 
-def _parse_box(box: Any, dimensions: int, name: str, where: str) -> Box:
+def _parse_box(box: Any, dimensions: int, name: str, where: str) -> StoredBox:
     if not isinstance(box, dict) or not isinstance(box.get("key"), str):
         raise BadInputError(f"{where}: a box of {name} has no key")
     file = box.get("file")
@@ -144,7 +144,7 @@ def _parse_box(box: Any, dimensions: int, name: str, where: str) -> Box:
     shape = _sizes(box.get("shape"), name, where)
     if not len(offsets) == len(shape) == dimensions:
         raise BadInputError(f"{where}: a box of {name} has another number of dimensions than the tensor")
-    return Box(Place(offsets, shape), file, box["key"])
+    return StoredBox(Place(offsets, shape), file, box["key"])
 
 
 def _sizes(value: Any, name: str, where: str) -> Sizes:

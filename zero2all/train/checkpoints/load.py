@@ -25,7 +25,7 @@ from zero2all.common.errors import BadInputError, for_all_ranks
 from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.common.peers import Peers
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, read_exact, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
@@ -79,7 +79,7 @@ class Checkpoint:
         """The group of names with the weights to use: of groups of DiLoCo, what they have in common."""
         return "outer" if any(name.startswith("outer/") for name in self.index) else "model"
 
-    def load_into(self, parts: Mapping[str, Part], strict: bool = True) -> None:
+    def load_into(self, parts: Mapping[str, TensorPart], strict: bool = True) -> None:
         """Fill parts in place, however the tensors were cut when they were saved. Called by all ranks that opened the
         checkpoint together; all of them raise, before anything is changed, when a name, a shape or a dtype differs on
         one of them. With `strict`, the ranks together must have every tensor of their groups ('model', 'optimizer',
@@ -90,7 +90,7 @@ class Checkpoint:
     def load_checked(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill whole tensors of any dtype, on any device, after a check of the bytes of their files; for a checkpoint
         of which only the form was checked. They must be all tensors of their groups."""
-        parts = {name: Part.whole(tensor) for name, tensor in tensors.items()}
+        parts = {name: TensorPart.whole(tensor) for name, tensor in tensors.items()}
         self._check_names(parts, strict=True, any_dtype=True)
         check_bytes(self, sorted({box.file for name in tensors for box in self.index[name].boxes}))
         self._read(parts)
@@ -101,10 +101,10 @@ class Checkpoint:
         found = {
             name: torch.empty(self.index[name].shape, dtype=DTYPES[self.index[name].dtype]) for name in sorted(names)
         }
-        self.load_into({name: Part.whole(tensor) for name, tensor in found.items()}, strict=False)
+        self.load_into({name: TensorPart.whole(tensor) for name, tensor in found.items()}, strict=False)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
-    def _check_names(self, parts: Mapping[str, Part], strict: bool, any_dtype: bool = False) -> None:
+    def _check_names(self, parts: Mapping[str, TensorPart], strict: bool, any_dtype: bool = False) -> None:
         said = self.peers.gather([list(parts), self._differences(parts, any_dtype)])
         differences = list(dict.fromkeys(each for _, of_rank in said for each in of_rank))
         if strict:
@@ -125,7 +125,7 @@ class Checkpoint:
                 problem = f"The checkpoint {self.folder} is of another model: {found}."
             raise for_all_ranks(OtherModelError(f"{problem} {remedy}"))
 
-    def _differences(self, parts: Mapping[str, Part], any_dtype: bool) -> list[str]:
+    def _differences(self, parts: Mapping[str, TensorPart], any_dtype: bool) -> list[str]:
         """How this rank's parts differ from what is stored, in words."""
         differences = []
         for name, part in parts.items():
@@ -139,7 +139,7 @@ class Checkpoint:
                 differences.append(f"{name}: {entry.dtype} instead of {dtype}")
         return differences
 
-    def _read(self, parts: Mapping[str, Part]) -> None:
+    def _read(self, parts: Mapping[str, TensorPart]) -> None:
         reads = list(plan_reads(parts, self.index))
         for file in sorted({read.box.file for read in reads}):
             of_file = [read for read in reads if read.box.file == file]

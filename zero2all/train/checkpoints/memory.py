@@ -27,10 +27,10 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.lock import boot_id
 from zero2all.common.peers import Peers
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.resilience import slots
-from zero2all.resilience.slots import PAGE, Found, NoMemoryFolderError, Slot
-from zero2all.train.checkpoints.index import Box, Index, Place, TensorEntry, check_filling
+from zero2all.resilience.slots import PAGE, NoMemoryFolderError, Slot, WholeSlot
+from zero2all.train.checkpoints.index import Index, Place, StoredBox, TensorEntry, check_filling
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, page_starts
@@ -96,10 +96,10 @@ class MemoryStore:
                 return self._folder
         return None
 
-    def _usable(self, folder: Path | None) -> dict[int, list[Found]]:
+    def _usable(self, folder: Path | None) -> dict[int, list[WholeSlot]]:
         """By step, the buffers on this machine, where none is missing and its ranks can load from them: they wrote
         them, or the boxes fill every tensor."""
-        found: dict[int, list[Found]] = {}
+        found: dict[int, list[WholeSlot]] = {}
         for each in slots.whole_slots(folder) if folder is not None else ():
             found.setdefault(each.step, []).append(each)
         return {
@@ -112,7 +112,7 @@ class MemoryStore:
 
     # ---- during a run ----
 
-    def prepare(self, parts: Mapping[str, Part], block: PinnedBlock | None) -> str | None:
+    def prepare(self, parts: Mapping[str, TensorPart], block: PinnedBlock | None) -> str | None:
         """Make the buffers, or take those that are there; returns why there are none, the same on all ranks. `block`:
         where the tensors of a GPU go through."""
         layout = plan_save(parts, self._peers, LARGEST_BUFFER_BYTES, self._hosts)
@@ -313,7 +313,7 @@ class MemoryStore:
         self._buffers, self._slots, self._steps, self._lock = [], [], [], None
 
 
-def _index(group: list[Found]) -> tuple[Index, dict[str, Header]]:
+def _index(group: list[WholeSlot]) -> tuple[Index, dict[str, Header]]:
     """The index of a checkpoint and the places in its buffers."""
     index: Index = {}
     headers: dict[str, Header] = {}
@@ -324,13 +324,13 @@ def _index(group: list[Found]) -> tuple[Index, dict[str, Header]]:
         for name, dtype, shape, offsets, lengths, begin in found.about["boxes"]:
             place, key = Place(tuple(offsets), tuple(lengths)), f"{name}@{offsets}"
             before = index[name].boxes if name in index else ()
-            index[name] = TensorEntry(dtype, tuple(shape), (*before, Box(place, found.path.name, key)))
+            index[name] = TensorEntry(dtype, tuple(shape), (*before, StoredBox(place, found.path.name, key)))
             infos[key] = TensorInfo(dtype, place.shape, begin, begin + byte_count(dtype, place.shape))
         headers[found.path.name] = Header(PAGE, infos)
     return index, headers
 
 
-def _is_whole(group: list[Found]) -> bool:
+def _is_whole(group: list[WholeSlot]) -> bool:
     """Whether the boxes on this machine fill every tensor: then any number of ranks can load them."""
     try:
         for name, entry in _index(group)[0].items():
@@ -340,7 +340,7 @@ def _is_whole(group: list[Found]) -> bool:
     return True
 
 
-def _checkpoint(group: list[Found], peers: Peers) -> Checkpoint:
+def _checkpoint(group: list[WholeSlot], peers: Peers) -> Checkpoint:
     folder, about = group[0].path.parent, group[0].about
     details, record = (jsonio.loads_exact(about[part].encode(), str(folder)) for part in ("details", "record"))
     index, headers = _index(group)

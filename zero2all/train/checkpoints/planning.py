@@ -1,8 +1,8 @@
 """Which rank writes which box of which tensor, and which parts of stored boxes a rank reads.
 
-What a rank holds of a tensor is a `Part`, which is a few boxes of it. Boxes that are equal on several ranks are copies:
-of these ranks the one that has least to write so far writes it. All boxes of a tensor together must fill it: a hole, or
-two boxes that overlap without being equal, is an error on every rank, before anything is copied or written.
+What a rank holds of a tensor is a `TensorPart`, which is a few boxes of it. Boxes that are equal on several ranks are
+copies: of these ranks the one that has least to write so far writes it. All boxes of a tensor together must fill it: a
+hole, or two boxes that overlap without being equal, is an error on every rank, before anything is copied or written.
 
 The plan changes only when the parts do, so it is made once: a rank copies and holds in host memory only what it will
 write itself.
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from zero2all.common.peers import Peers
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.checkpoints.index import (
-    Box,
     Index,
     Place,
     Sizes,
+    StoredBox,
     TensorEntry,
     box_key,
     first_hole,
@@ -37,7 +37,7 @@ from zero2all.train.checkpoints.layout import is_tensor_name, split_name, tensor
 from zero2all.train.checkpoints.tensor_file import DTYPE_NAMES, DTYPES, TensorInfo, byte_count, header_bytes, lay_out
 
 
-class Source(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of this rank: the name of the tensor, and the number of the box in its part."""
 
     name: str
@@ -50,7 +50,7 @@ class FilePlan:
 
     name: str
     infos: dict[str, TensorInfo]
-    sources: dict[str, Source]  # by key in the file
+    sources: dict[str, LocalBox]  # by key in the file
 
     @property
     def data_bytes(self) -> int:
@@ -65,7 +65,7 @@ class SaveLayout:
     files: list[FilePlan]
     index: Index
     file_bytes: dict[str, int]  # size of every file of tensors, of all ranks
-    copies: dict[str, list[Source]]
+    copies: dict[str, list[LocalBox]]
     """Boxes of this rank that others hold too, by the ranks that do ('0,2'); in the same order on each of these."""
     signature: dict[str, Any] = field(repr=False)  # what the plan was made for; see `signature_of`
 
@@ -79,13 +79,13 @@ class SaveLayout:
 class Read:
     """A part of a stored box, and where it goes."""
 
-    box: Box
+    box: StoredBox
     offsets: Sizes  # where the part begins within the box
     lengths: Sizes
     target: Tensor  # A view into the caller's tensor, of shape `lengths`
 
 
-class _Held(NamedTuple):
+class _RankTensor(NamedTuple):
     """What one rank holds of a tensor."""
 
     dtype: str
@@ -96,7 +96,7 @@ class _Held(NamedTuple):
 class _Written(NamedTuple):
     """A box that one rank writes."""
 
-    source: Source
+    source: LocalBox
     dtype: str
     size: Sizes  # of the whole tensor
     place: Place
@@ -106,12 +106,12 @@ Holders = dict[str, dict[Place, list[int]]]
 """Tensor -> box -> the ranks that hold it."""
 
 
-def boxes_of(part: Part) -> list[tuple[Place, Tensor]]:
+def boxes_of(part: TensorPart) -> list[tuple[Place, Tensor]]:
     """The boxes of a part, with views of its values outside of autograd."""
     return [(Place(at, tuple(view.shape)), view) for at, view in part.like(part.values.detach()).boxes()]
 
 
-def signature_of(parts: Mapping[str, Part]) -> dict[str, Any]:
+def signature_of(parts: Mapping[str, TensorPart]) -> dict[str, Any]:
     """Everything a plan depends on, cheap to compute at every save."""
     return {
         name: (part.values.dtype, part.values.numel(), part.shape, part.offsets, part.lengths, part.start)
@@ -120,7 +120,7 @@ def signature_of(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def plan_save(
-    parts: Mapping[str, Part], peers: Peers, largest_file_bytes: int, hosts: Sequence[str] = ()
+    parts: Mapping[str, TensorPart], peers: Peers, largest_file_bytes: int, hosts: Sequence[str] = ()
 ) -> SaveLayout:
     """Agree with the other ranks on who writes what. Every rank calls it; every rank gets the same index, or the same
     error. With the host of each rank, every host writes all that its ranks hold, and the plan is that of this host."""
@@ -149,7 +149,7 @@ def plan_save(
     return SaveLayout(files[peers.rank], index, bytes_of, copies, signature_of(parts))
 
 
-def plan_reads(parts: Mapping[str, Part], index: Index) -> Iterator[Read]:
+def plan_reads(parts: Mapping[str, TensorPart], index: Index) -> Iterator[Read]:
     """The reads that fill `parts`; names and shapes must be those of the index."""
     for name, part in parts.items():
         for place, target in boxes_of(part):
@@ -160,7 +160,7 @@ def plan_reads(parts: Mapping[str, Part], index: Index) -> Iterator[Read]:
                     yield Read(stored, begin, common.shape, target[common.slices_from(place.offsets)])
 
 
-def _own_boxes(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _own_boxes(parts: Mapping[str, TensorPart]) -> dict[str, Any]:
     """What this rank could write, as JSON, or what is wrong with its parts."""
     try:
         _check_parts(parts)
@@ -174,11 +174,11 @@ def _own_boxes(parts: Mapping[str, Part]) -> dict[str, Any]:
         return {"problem": str(error)}
 
 
-def _parse_held(dtype: str, size: Sequence[int], places: Sequence[Any]) -> _Held:
-    return _Held(dtype, tuple(size), tuple(Place(tuple(offsets), tuple(shape)) for offsets, shape in places))
+def _parse_held(dtype: str, size: Sequence[int], places: Sequence[Any]) -> _RankTensor:
+    return _RankTensor(dtype, tuple(size), tuple(Place(tuple(offsets), tuple(shape)) for offsets, shape in places))
 
 
-def _holders(held: list[dict[str, _Held]]) -> Holders:
+def _holders(held: list[dict[str, _RankTensor]]) -> Holders:
     holders: Holders = {}
     for rank, own in enumerate(held):
         for name, each in own.items():
@@ -188,17 +188,17 @@ def _holders(held: list[dict[str, _Held]]) -> Holders:
     return holders
 
 
-def _copies(own: Mapping[str, _Held], holders: Holders) -> dict[str, list[Source]]:
-    copies: dict[str, list[Source]] = {}
+def _copies(own: Mapping[str, _RankTensor], holders: Holders) -> dict[str, list[LocalBox]]:
+    copies: dict[str, list[LocalBox]] = {}
     for name, each in sorted(own.items()):
         for number, place in enumerate(each.places):
             ranks = holders[name][place]
             if len(ranks) > 1:
-                copies.setdefault(",".join(map(str, ranks)), []).append(Source(name, number))
+                copies.setdefault(",".join(map(str, ranks)), []).append(LocalBox(name, number))
     return copies
 
 
-def _without_copies(held: list[dict[str, _Held]], holders: Holders) -> list[list[_Written]]:
+def _without_copies(held: list[dict[str, _RankTensor]], holders: Holders) -> list[list[_Written]]:
     """What each rank writes: every box once, by the rank that has least to write so far."""
     written: list[list[_Written]] = [[] for _ in held]
     planned = [0] * len(held)
@@ -207,7 +207,7 @@ def _without_copies(held: list[dict[str, _Held]], holders: Holders) -> list[list
             writer = min(ranks, key=lambda rank: planned[rank])
             own = held[writer][name]
             planned[writer] += byte_count(own.dtype, place.shape)
-            written[writer].append(_Written(Source(name, own.places.index(place)), own.dtype, own.size, place))
+            written[writer].append(_Written(LocalBox(name, own.places.index(place)), own.dtype, own.size, place))
     return written
 
 
@@ -230,13 +230,13 @@ def _files_of_rank(rank: int, boxes: list[_Written], largest_file_bytes: int, in
             file = tensor_file_name(group, rank, number)
             for key, box in keyed.items():
                 before = index[box.source.name].boxes if box.source.name in index else ()
-                index[box.source.name] = TensorEntry(box.dtype, box.size, (*before, Box(box.place, file, key)))
+                index[box.source.name] = TensorEntry(box.dtype, box.size, (*before, StoredBox(box.place, file, key)))
             infos = lay_out({key: (box.dtype, box.place.shape) for key, box in keyed.items()})
             files.append(FilePlan(file, infos, {key: box.source for key, box in keyed.items()}))
     return files
 
 
-def _check_parts(parts: Mapping[str, Part]) -> None:
+def _check_parts(parts: Mapping[str, TensorPart]) -> None:
     """Check for bugs of the caller before anything is copied."""
     for name, part in parts.items():
         if not is_tensor_name(name):
@@ -251,7 +251,7 @@ def _check_parts(parts: Mapping[str, Part]) -> None:
             raise TypeError(f"{name} is on the meta device and holds no values")
 
 
-def _agreed_sizes(held: list[dict[str, _Held]]) -> dict[str, tuple[str, Sizes]]:
+def _agreed_sizes(held: list[dict[str, _RankTensor]]) -> dict[str, tuple[str, Sizes]]:
     """dtype and shape of every tensor; an error where the ranks disagree."""
     seen: dict[str, tuple[int, tuple[str, Sizes]]] = {}
     for rank, own in enumerate(held):

@@ -76,7 +76,7 @@ class Retention:
 
 
 @dataclass
-class Verified:
+class VerifiedSteps:
     """The steps whose bytes this process has checked, or written with their checksums."""
 
     steps: set[int] = field(default_factory=set)
@@ -119,7 +119,7 @@ def note_proven(run: Path, at_least: int = 0, at_most: int | None = None) -> Non
 def prune(
     run: Path,
     retention: Retention,
-    verified: Verified,
+    verified: VerifiedSteps,
     fence: Fence = no_fence,
     in_doubt: bool = False,
     unchecked_since: int | None = None,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zero2all.ops.host_memory import large_pages, pin, unpin
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.checkpoints.planning import FilePlan, SaveLayout, boxes_of
 from zero2all.train.checkpoints.tensor_file import view_of
 
@@ -32,13 +32,13 @@ class Snapshot:
     The record is JSON; rank 0 saves its own. Numbers that JSON cannot hold come back as strings that `float()` reads.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, TensorPart]
     record: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, Tensor], record: Mapping[str, Any] | None = None) -> Snapshot:
         """The snapshot of a process that holds whole tensors."""
-        return Snapshot({name: Part.whole(tensor) for name, tensor in tensors.items()}, record or {})
+        return Snapshot({name: TensorPart.whole(tensor) for name, tensor in tensors.items()}, record or {})
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class HostBuffers:
         """One for each file."""
         return self._own if self._block is None else self._block.views([file.data_bytes for file in self._files])
 
-    def copy(self, parts: Mapping[str, Part]) -> float:
+    def copy(self, parts: Mapping[str, TensorPart]) -> float:
         """Copy the boxes that this rank writes; when it returns `parts` may be changed. Returns the seconds it took."""
         started = time.monotonic()
         copied = self.begin_copy(parts)
@@ -132,7 +132,7 @@ class HostBuffers:
             copied.synchronize()
         return time.monotonic() - started
 
-    def begin_copy(self, parts: Mapping[str, Part]) -> torch.cuda.Event | None:
+    def begin_copy(self, parts: Mapping[str, TensorPart]) -> torch.cuda.Event | None:
         """The same without waiting for a GPU: until the event that it returns, nothing but the weights may change. Its
         stream waits for their copy, because split masters are only joined for as long as the caller holds them."""
         boxes = {name: boxes_of(part) for name, part in parts.items()}

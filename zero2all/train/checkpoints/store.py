@@ -26,7 +26,7 @@ import torch.distributed as dist
 from zero2all.common import jsonio
 from zero2all.common.errors import AnomalyError, BadInputError, UserError
 from zero2all.common.peers import open_peers
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.checkpoints.checks import box_digests, compare_replicas, first_damaged, value_at
 from zero2all.train.checkpoints.commit import (
     SaveError,
@@ -45,7 +45,7 @@ from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.planning import SaveLayout, plan_save, signature_of
 from zero2all.train.checkpoints.retention import (
     Retention,
-    Verified,
+    VerifiedSteps,
     is_good,
     note_proven,
     pin,
@@ -89,7 +89,7 @@ class CheckpointStore:
         self._layout: SaveLayout | None = None
         self._buffers: HostBuffers | None = None
         self._block: PinnedBlock | None = None
-        self._verified = Verified()
+        self._verified = VerifiedSteps()
         self._is_good: dict[int, bool] = {}
         self._attempts = 0
         self.unchecked_since: int | None = None
@@ -97,7 +97,7 @@ class CheckpointStore:
         self.memory: MemoryStore | None = None
         """Checkpoints in memory, where the run has them."""
 
-    def prepare(self, parts: Mapping[str, Part]) -> int:
+    def prepare(self, parts: Mapping[str, TensorPart]) -> int:
         """Plan the saves of these parts and allocate host memory; returns the bytes of one checkpoint. Called by all
         ranks; all raise when their parts leave a hole or overlap. Without it, or when the parts are cut otherwise, the
         next save does it and takes longer."""
@@ -165,7 +165,7 @@ class CheckpointStore:
             return False
         return True
 
-    def find_damage(self, parts: Mapping[str, Part]) -> str | None:
+    def find_damage(self, parts: Mapping[str, TensorPart]) -> str | None:
         """What is wrong with a tensor on some rank, in words; None when nothing is. Called by all ranks."""
         return next((str(problem) for problem in self.peers.gather(first_damaged(parts)) if problem is not None), None)
 
@@ -229,12 +229,12 @@ class CheckpointStore:
                 self._block.free()
         return is_idle
 
-    def prepare_memory(self, parts: Mapping[str, Part]) -> str | None:
+    def prepare_memory(self, parts: Mapping[str, TensorPart]) -> str | None:
         """Make room for checkpoints in memory; returns why there is none. Called by all ranks."""
         assert self.memory is not None, "asked for"
         return self.memory.prepare(parts, self._block_for(parts))
 
-    def _block_for(self, parts: Mapping[str, Part]) -> PinnedBlock | None:
+    def _block_for(self, parts: Mapping[str, TensorPart]) -> PinnedBlock | None:
         device = _gpu_of(parts)
         if device is not None and self._block is None:
             self._block = PinnedBlock(device, self._say)
@@ -250,25 +250,25 @@ class CheckpointStore:
         bad = self.find_damage(snapshot.parts)
         return (False, bad) if bad is not None else (self.memory.save(step, snapshot, details), None)
 
-    def check_replicas(self, parts: Mapping[str, Part]) -> None:
+    def check_replicas(self, parts: Mapping[str, TensorPart]) -> None:
         """Compare the copies of this state on several ranks; ReplicasDifferError, on all ranks, when they differ."""
         assert self._layout is not None, "prepared"
         compare_replicas(parts, self._layout.copies, self.peers)
 
-    def wrong_replicas(self, parts: Mapping[str, Part], said: Sequence[Mapping[str, int]]) -> list[int]:
+    def wrong_replicas(self, parts: Mapping[str, TensorPart], said: Sequence[Mapping[str, int]]) -> list[int]:
         """The ranks that hold other bits now than they `said` when their replicas differed at this step."""
         assert self._layout is not None, "prepared"
         now = box_digests(parts, self._layout.copies)
         differs = any(now.get(key) != value for key, value in said[self.peers.rank].items())
         return [rank for rank, wrong in enumerate(self.peers.gather(differs)) if wrong]
 
-    def value_at(self, parts: Mapping[str, Part], key: str, at: int) -> float:
+    def value_at(self, parts: Mapping[str, TensorPart], key: str, at: int) -> float:
         """A value that several ranks hold; called by all ranks."""
         assert self._layout is not None, "prepared"
         own = value_at(parts, self._layout.copies, key, at)
         return next(float(each) for each in self.peers.gather(own) if each is not None)
 
-    def _agree(self, step: int, parts: Mapping[str, Part], is_patient: bool) -> SaveResult | str:
+    def _agree(self, step: int, parts: Mapping[str, TensorPart], is_patient: bool) -> SaveResult | str:
         """What all ranks do about a save: the name of the attempt to write, or a result at once."""
         if is_patient:
             self._writer.wait()
@@ -299,7 +299,7 @@ class CheckpointStore:
             return SaveResult(step, None, bad, is_refused=True)
         return str(said[0]["attempt"])
 
-    def _replan(self, parts: Mapping[str, Part]) -> str | None:
+    def _replan(self, parts: Mapping[str, TensorPart]) -> str | None:
         try:
             self.prepare(parts)
         except Exception as error:
@@ -384,7 +384,7 @@ def write_checkpoint(run: Path, step: int, snapshot: Snapshot, details: Mapping[
         store.close()
 
 
-def _gpu_of(parts: Mapping[str, Part]) -> torch.device | None:
+def _gpu_of(parts: Mapping[str, TensorPart]) -> torch.device | None:
     return next((part.values.device for part in parts.values() if part.values.device.type == "cuda"), None)
 
 

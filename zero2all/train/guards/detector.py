@@ -37,7 +37,7 @@ STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop",
 
 
 @dataclass(frozen=True)
-class Finding:
+class GuardFinding:
     """One finding."""
 
     kind: Kind
@@ -79,7 +79,7 @@ SETTLE_STEPS = 32
 STATE_FORMAT = 1
 
 
-class Limits(NamedTuple):
+class StepLimits(NamedTuple):
     """The limits of a step's values. Infinite while steps are not judged."""
 
     loss: float = math.inf
@@ -139,23 +139,23 @@ class Detector:
         self._losses: list[float] = []
         self._cores: list[float] = []
         self._log_norms: list[float] = []
-        self._limits: list[tuple[int, Limits]] = []  # (step after which they are valid, limits), newest last
+        self._limits: list[tuple[int, StepLimits]] = []  # (step after which they are valid, limits), newest last
         self._accepted = 0
         self.last_step = -1
         """The step observed last."""
         self._last_flagged_step: int | None = None
         self._onset: tuple[int, int] | None = None  # step and first token of the present episode
         self._flagged_in_a_row: list[tuple[float, float, float]] = []  # loss, logarithm of the norm, core loss
-        self._first_limits, self._loaded_until = Limits(), -1  # see `distrust`
+        self._first_limits, self._loaded_until = StepLimits(), -1  # see `distrust`
 
-    def limits(self, step: int) -> Limits:
+    def limits(self, step: int) -> StepLimits:
         """The limits of `step`. Every step up to step - LAG_STEPS must have been observed."""
         known = [limits for observed, limits in self._limits if observed <= step - LAG_STEPS]
-        found = known[-1] if known else Limits()
+        found = known[-1] if known else StepLimits()
         if found.usual_loss is None and step <= self._loaded_until:
             return self._first_limits
         if step < (self._config.spike_from_step or 0):
-            return Limits()
+            return StepLimits()
         found = found if step >= self._warmup_steps else _widened(found)
         return found._replace(grad_norm=max(found.grad_norm, self._clip_grad_norm))
 
@@ -167,7 +167,7 @@ class Detector:
         channel_losses: Mapping[str, float],
         tokens: tuple[int, int],
         core_loss: float | None = None,
-    ) -> list[Finding]:
+    ) -> list[GuardFinding]:
         """Judge one step; `tokens` are the first and end token of its global batch, `core_loss` is its loss without
         the highest rows (None: the rows are not known). Returns what stands out."""
         if step <= self.last_step:
@@ -216,7 +216,7 @@ class Detector:
             self._onset = (step, first_token)
         self._last_flagged_step = step
 
-    def _settle(self, step: int, tokens: tuple[int, int], limits: Limits) -> Finding:
+    def _settle(self, step: int, tokens: tuple[int, int], limits: StepLimits) -> GuardFinding:
         """Accept the flagged steps as the new level."""
         count = len(self._flagged_in_a_row)
         losses, norms, cores = map(list, zip(*self._flagged_in_a_row, strict=True))
@@ -227,17 +227,17 @@ class Detector:
             text = f"{count} steps in a row stood out, so this is the new level"
         else:
             text = f"{count} steps in a row stood out, so this is the new level: loss {usual:.4g} before, {now:.4g} now"
-        return Finding("level_shift", step, tokens, text, value=now, usual=usual)
+        return GuardFinding("level_shift", step, tokens, text, value=now, usual=usual)
 
-    def _limits_now(self) -> Limits:
+    def _limits_now(self) -> StepLimits:
         config = self._config
         if len(self._losses) < min(config.spike_min_steps, config.spike_window_steps):
-            return Limits()
+            return StepLimits()
         loss, norm = level_of(self._losses), level_of(self._log_norms)
         excess = level_of([loss - core for loss, core in zip(self._losses, self._cores, strict=True)])
         rise = max(EXCESS_SIGMAS * MAD_TO_SIGMA * excess.mad, LEAST_EXCESS * abs(loss.median))
         highest = max(_upper(loss, config), loss.median + abs(loss.median) * config.loss_min_rise)
-        return Limits(
+        return StepLimits(
             loss=highest,
             grad_norm=_exp(max(_upper(norm, config), norm.median + math.log1p(config.grad_min_rise))),
             loss_low=min(
@@ -258,9 +258,9 @@ class Detector:
         tokens: tuple[int, int],
         loss: float,
         grad_norm: float,
-        limits: Limits,
+        limits: StepLimits,
         channel_losses: Mapping[str, float],
-    ) -> Finding:
+    ) -> GuardFinding:
         assert self._onset is not None, "an episode is noted before its findings are made"
         onset_step, onset_token = self._onset
         value, usual, limit = {
@@ -282,7 +282,7 @@ class Detector:
             "grad_norm": _finite(grad_norm),
             "channel_losses": {name: _finite(value) for name, value in channel_losses.items()},
         }
-        return Finding(kind, step, tokens, text, value, usual, limit, onset_step, onset_token, details)
+        return GuardFinding(kind, step, tokens, text, value, usual, limit, onset_step, onset_token, details)
 
     def state(self) -> dict[str, Any]:
         """Everything `restore` needs, as plain values."""
@@ -322,11 +322,11 @@ class Detector:
         the highest loss known. A young run must not take damaged weights for good."""
         losses = sorted(seen.loss for seen in self.history if seen.loss is not None)
         if losses:
-            self._first_limits = Limits(loss=LOADED_FACTOR * losses[-1], usual_loss=_middle(losses))
+            self._first_limits = StepLimits(loss=LOADED_FACTOR * losses[-1], usual_loss=_middle(losses))
             self._loaded_until = self.last_step + LOADED_STEPS
 
 
-def _verdicts(loss: float, core: float, grad_norm: float, limits: Limits) -> list[Kind]:
+def _verdicts(loss: float, core: float, grad_norm: float, limits: StepLimits) -> list[Kind]:
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return ["nonfinite"]
     kinds: list[Kind] = []
@@ -344,7 +344,7 @@ def _upper(level: Level, config: GuardsConfig) -> float:
     return min(level.mean + config.spike_sigmas * level.sigma, robust)
 
 
-def _widened(limits: Limits) -> Limits:
+def _widened(limits: StepLimits) -> StepLimits:
     """The same limits for a step of the warmup."""
     loss, norm = limits.usual_loss, limits.usual_grad_norm
     if loss is None or norm is None:
@@ -357,9 +357,9 @@ def _widened(limits: Limits) -> Limits:
     )
 
 
-def _limits_from(parts: Sequence[float | None]) -> Limits:
+def _limits_from(parts: Sequence[float | None]) -> StepLimits:
     """JSON has no infinities: they were written as null. Older states have fewer parts."""
-    return Limits(**{name: part for name, part in zip(Limits._fields, parts, strict=False) if part is not None})
+    return StepLimits(**{name: part for name, part in zip(StepLimits._fields, parts, strict=False) if part is not None})
 
 
 def _log(norm: float) -> float:

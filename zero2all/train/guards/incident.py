@@ -19,7 +19,7 @@ from zero2all.common.progress import counted
 from zero2all.packed.mixture import TrainingData
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts, advice
-from zero2all.train.guards.detector import Detector, Finding
+from zero2all.train.guards.detector import Detector, GuardFinding
 from zero2all.train.guards.documents import Decode, SampleText, Texts, samples_of_step
 from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import ACTION_NAMES, Action, Rollback, SkipWindow
@@ -31,7 +31,7 @@ MAX_ROWS = 16
 
 def make_incident(
     run: str,
-    findings: Sequence[Finding],
+    findings: Sequence[GuardFinding],
     action: Action,
     detector: Detector,
     facts: Facts,

@@ -18,7 +18,7 @@ from typing import Any
 from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
 from zero2all.config.training import GuardsConfig
-from zero2all.train.guards.detector import STEP_KINDS, Finding
+from zero2all.train.guards.detector import STEP_KINDS, GuardFinding
 from zero2all.train.guards.ledger import SkipLedger, Skipped
 
 STATE_FORMAT = 1
@@ -101,7 +101,9 @@ class Policy:
             f"with --fresh."
         )
 
-    def decide(self, step: int, findings: Sequence[Finding], ledger: SkipLedger, checkpoints: Sequence[int]) -> Action:
+    def decide(
+        self, step: int, findings: Sequence[GuardFinding], ledger: SkipLedger, checkpoints: Sequence[int]
+    ) -> Action:
         """What to do after `step`; `checkpoints` are the steps of good ones. The caller changes the ledger."""
         self._accepted += not any(one.kind in STEP_KINDS and one.kind != "loss_drop" for one in findings)
         harmful = [one for one in findings if one.kind in STEP_KINDS and self._setting(one.kind) != "log"]
@@ -136,7 +138,7 @@ class Policy:
         return SkipWindow(skip, f"{chosen.text}; the update of this step was skipped")
 
     def _leave_bad_start(
-        self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
+        self, step: int, finding: GuardFinding, ledger: SkipLedger, checkpoints: Sequence[int]
     ) -> Action | None:
         """Back to an older checkpoint when steps are refused before others have proven the loaded one."""
         refused = {one for one in self._refused(ledger) if self._loaded is not None and one > self._loaded} | {step}
@@ -164,7 +166,7 @@ class Policy:
         return Rollback(back, None, reason, self._loaded)
 
     def _leave_not_finite(
-        self, step: int, finding: Finding, ledger: SkipLedger, checkpoints: Sequence[int]
+        self, step: int, finding: GuardFinding, ledger: SkipLedger, checkpoints: Sequence[int]
     ) -> Action | None:
         """With guards.nonfinite `rollback`: roll back, as after spikes, when such steps keep coming."""
         since = step - self.config.rollback_within_steps
@@ -204,7 +206,7 @@ class Policy:
 
     def _go_back(
         self,
-        finding: Finding,
+        finding: GuardFinding,
         spikes: Sequence[Skipped],
         ledger: SkipLedger,
         checkpoints: Sequence[int],

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 from zero2all.config.training import GuardsConfig
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.run_lock import Fence, behind, no_fence
-from zero2all.train.guards.detector import Detector, Finding, Limits
+from zero2all.train.guards.detector import Detector, GuardFinding, StepLimits
 from zero2all.train.guards.ledger import SkipLedger
 from zero2all.train.guards.policy import Action, Continue, Policy, Rollback, SkipWindow
 from zero2all.train.step_stats import StepResult
@@ -44,7 +44,7 @@ class Checkpoints(Protocol):
 class Observation(NamedTuple):
     """What the guards found in a step, and what to do."""
 
-    findings: list[Finding]
+    findings: list[GuardFinding]
     action: Action
 
 
@@ -66,11 +66,11 @@ class RunGuards:
         self.policy = Policy(config)
         self.ledger = SkipLedger.from_state(world.run_on_rank0(lambda: SkipLedger.load(self.folder).state()))
 
-    def limits(self, step: int) -> Limits:
+    def limits(self, step: int) -> StepLimits:
         """The limits of `step`; see `Detector.limits`."""
         return self.detector.limits(step)
 
-    def refusal_limits(self, step: int) -> Limits:
+    def refusal_limits(self, step: int) -> StepLimits:
         """The limits by which the device refuses the update of `step`: infinite for kinds that are only logged."""
         limits, config = self.limits(step), self.policy.config
         return limits._replace(

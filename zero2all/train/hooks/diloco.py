@@ -14,7 +14,7 @@ from zero2all.common.signals import StopRequest
 from zero2all.config import RunConfig, config_values, flat_values
 from zero2all.diloco.link import GroupLink, Membership, link_facts, own_group
 from zero2all.diloco.outer_optimizer import OuterOptimizer, RoundReport, round_values
-from zero2all.diloco.ranks import Layout, Ranks, expected_of
+from zero2all.diloco.ranks import Layout, RankLink, expected_of
 from zero2all.resilience.heartbeat import beat
 from zero2all.train.context import RunContext
 from zero2all.train.hooks import Hook
@@ -114,7 +114,7 @@ def with_group(config: RunConfig) -> RunConfig:
     return replace(config, diloco=replace(config.diloco, group=own_group(config.diloco)))
 
 
-def open_ranks(context: RunContext, state: TrainState, outer: OuterOptimizer, stop: StopRequest) -> Ranks:
+def open_ranks(context: RunContext, state: TrainState, outer: OuterOptimizer, stop: StopRequest) -> RankLink:
     """Meet the other groups; UsageError where one does not come, or has another config or other data."""
     config, world, checkpoint = context.config, context.world, context.checkpoint
     peers = open_peers(world.control, config.parallel.timeout_seconds)
@@ -137,4 +137,4 @@ def open_ranks(context: RunContext, state: TrainState, outer: OuterOptimizer, st
         links.append(GroupLink(membership))
 
     peers.run_on_rank0(join)
-    return Ranks(peers, layouts, links[0] if links else None)
+    return RankLink(peers, layouts, links[0] if links else None)

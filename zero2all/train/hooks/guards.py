@@ -23,7 +23,7 @@ from zero2all.train.checkpoints.load import Checkpoint, reading_record
 from zero2all.train.checkpoints.manifest import NOT_GOOD
 from zero2all.train.context import RunContext
 from zero2all.train.guards.advice import Facts
-from zero2all.train.guards.detector import Finding
+from zero2all.train.guards.detector import GuardFinding
 from zero2all.train.guards.documents import Decode
 from zero2all.train.guards.incident import IncidentWriter, make_incident, usual_channels
 from zero2all.train.guards.policy import Action, Continue, Rollback, Stop
@@ -106,7 +106,7 @@ class Guards(Hook):
             self._log.event("loss_scale", {"halved": True, "in_a_row": self._overflows}, result.step)
         return usual
 
-    def _report(self, findings: Sequence[Finding], action: Action, result: StepResult) -> Path | None:
+    def _report(self, findings: Sequence[GuardFinding], action: Action, result: StepResult) -> Path | None:
         """Event rows for the board, a page with the documents, and a line on the terminal; on rank 0."""
         if not findings or self._pages is None:
             return None
@@ -128,7 +128,7 @@ class Guards(Hook):
             self._log.say(f"{action.reason}. {page} shows the documents and what to try.")
         return page
 
-    def _facts(self, finding: Finding, result: StepResult, row_losses: Sequence[float | None]) -> Facts:
+    def _facts(self, finding: GuardFinding, result: StepResult, row_losses: Sequence[float | None]) -> Facts:
         config, guards = self._config, self._guards
         adam = config.optim.kind.startswith("adamw") or config.optim.kind == "muon"
         limits = guards.limits(finding.step)

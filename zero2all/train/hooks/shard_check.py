@@ -40,7 +40,7 @@ class ShardCheck:
 
     def __init__(self, context: RunContext, state: TrainState, log: RunLog) -> None:
         self._context, self._state, self._log, self._store = context, state, log, context.store
-        self._check, self._since = verify.ShardCheck(), 0
+        self._check, self._since = verify.ShardCheckResult(), 0
         self._is_over = True
         """Whether nothing can be found any more: the check has finished in all processes, or there is none."""
 

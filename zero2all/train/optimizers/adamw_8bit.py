@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import Formula, ParamState, StepInputs
 from zero2all.train.optimizers.rounding import RoundedAdamW, fraction, random_bits
@@ -33,7 +33,7 @@ MEAN_POWER, SQUARE_POWER = 2, 4
 class AdamW8bit(RoundedAdamW):
     """AdamW whose moments of matrices are bytes with a scale per block."""
 
-    def initial_state(self, param: ParamState) -> dict[str, Part]:
+    def initial_state(self, param: ParamState) -> dict[str, TensorPart]:
         """Codes and scales of both moments of a matrix; float32 moments of a vector, where there is nothing to gain."""
         part, shape = param.part, param.parameter.shape
         if len(shape) < 2:
@@ -43,10 +43,10 @@ class AdamW8bit(RoundedAdamW):
         )
         blocks = -(-shape[-1] // BLOCK)
 
-        def codes(dtype: torch.dtype) -> Part:
+        def codes(dtype: torch.dtype) -> TensorPart:
             return part.like(torch.zeros_like(part.values, dtype=dtype))
 
-        def scales() -> Part:
+        def scales() -> TensorPart:
             values = torch.zeros(*part.values.shape[:-1], blocks, device=part.values.device)
             return part.by_row(values, (*shape[1:-1], blocks))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.base import Formula, ParamState
 from zero2all.train.optimizers.rounding import RoundedAdamW, random_bits, to_bfloat16
 
@@ -24,7 +24,7 @@ from zero2all.train.optimizers.rounding import RoundedAdamW, random_bits, to_bfl
 class AdamWBf16(RoundedAdamW):
     """AdamW on bfloat16 parameters; a float32 parameter among them keeps its precision, with bfloat16 moments."""
 
-    def initial_state(self, param: ParamState) -> dict[str, Part]:
+    def initial_state(self, param: ParamState) -> dict[str, TensorPart]:
         """Two moments and, for kahan, the rest of the weight."""
         names = ["exp_avg", "exp_avg_sq"]
         names += ["rest"] if self.config.bf16_rounding == "kahan" and param.weight.dtype == torch.bfloat16 else []

@@ -29,7 +29,7 @@ from torch import Tensor
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ParameterKind
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 
 STEP_NAME = "step/all"
 CHUNK_VALUES = 1 << 25
@@ -41,7 +41,7 @@ Formula = Callable[..., tuple[Tensor, ...]]
 class Master:
     """The values of a logical parameter that this process updates, and their gradient."""
 
-    part: Part
+    part: TensorPart
     """With a group, its processes may communicate to update the parameter, and each has a Master for it, if only an
     empty one. Without a group this process needs no other; an empty part then says that another one is the owner."""
     gradient: Callable[[], Tensor | None]
@@ -54,10 +54,10 @@ class ParamState:
 
     parameter: LogicalParameter
     master: Master
-    state: dict[str, Part] = field(default_factory=dict)
+    state: dict[str, TensorPart] = field(default_factory=dict)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TensorPart:
         """What this process holds of the parameter."""
         return self.master.part
 
@@ -127,7 +127,7 @@ class Optimizer(ABC):
         self.updates = torch.zeros((), dtype=torch.float32, device=devices[0] if devices else None)
 
     @abstractmethod
-    def initial_state(self, param: ParamState) -> dict[str, Part]:
+    def initial_state(self, param: ParamState) -> dict[str, TensorPart]:
         """The moments of a parameter before the first update."""
 
     @abstractmethod
@@ -151,9 +151,9 @@ class Optimizer(ABC):
         for group in self.param_groups:
             group.lr, group.decay = rate * group.lr_multiplier, decay_share * group.weight_decay
 
-    def state_tensors(self) -> dict[str, Part]:
+    def state_tensors(self) -> dict[str, TensorPart]:
         """Everything of this process that a checkpoint must hold, by name."""
-        parts = {STEP_NAME: Part.whole(self.updates)}
+        parts = {STEP_NAME: TensorPart.whole(self.updates)}
         for group in self.param_groups:
             for param in group.params:
                 parts |= {f"{moment}/{param.parameter.name}": part for moment, part in param.state.items()}
@@ -176,7 +176,7 @@ class ElementwiseOptimizer(Optimizer):
         """What the formula needs beside tensors, as scalars: the rate, what the decay leaves, corrections."""
         return scalar(group.lr), scalar(1 - group.lr * group.decay)
 
-    def initial_state(self, param: ParamState) -> dict[str, Part]:
+    def initial_state(self, param: ParamState) -> dict[str, TensorPart]:
         """Zeros, in float32 or better."""
         return {moment: zeros_like_master(param) for moment in self.moments}
 
@@ -246,7 +246,7 @@ def master_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def zeros_like_master(param: ParamState) -> Part:
+def zeros_like_master(param: ParamState) -> TensorPart:
     """A moment of zeros in the precision of the arithmetic, cut like the parameter."""
     return param.part.like(torch.zeros_like(param.weight, dtype=master_dtype(param.weight)))
 

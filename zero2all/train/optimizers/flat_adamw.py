@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.ops.optimizer import AdamW as Constants
+from zero2all.ops.optimizer import AdamWConstants as Constants
 from zero2all.ops.optimizer import Flat, OptimizerOp
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.base import STEP_NAME, decay_of
 from zero2all.train.weights import FlatWeights
 
@@ -64,7 +64,7 @@ class FlatAdamW:
         self._update(self._groups, self.updates, grads_scale, found_nonfinite, self._constants)
         self._weights.start_all_gather()
 
-    def state_tensors(self) -> dict[str, Part]:
+    def state_tensors(self) -> dict[str, TensorPart]:
         """The moments by parameter, and the number of updates; live."""
         return _state_tensors(self._weights, self.updates, self.firsts, self.seconds)
 
@@ -102,7 +102,7 @@ class HostAdamW:
         self._pipeline.start(_Step(self, *self._rates), grads_scale, found_nonfinite)
         self._weights.start_host_to_device()
 
-    def state_tensors(self) -> dict[str, Part]:
+    def state_tensors(self) -> dict[str, TensorPart]:
         """The moments by parameter, and the number of updates; live, after the update that is running."""
         self._pipeline.finish()
         return _state_tensors(self._weights, self.updates, self.firsts, self.seconds)
@@ -137,8 +137,8 @@ class _Step:
         self.optimizer.update(bucket, at, gradient, weights, self.rate, self.decay_share)
 
 
-def _state_tensors(weights: FlatWeights, updates: Tensor, *moments: Tensor) -> dict[str, Part]:
-    tensors = {STEP_NAME: Part.whole(updates)}
+def _state_tensors(weights: FlatWeights, updates: Tensor, *moments: Tensor) -> dict[str, TensorPart]:
+    tensors = {STEP_NAME: TensorPart.whole(updates)}
     for moment, flat in zip(MOMENTS, moments, strict=True):
         tensors |= {f"{moment}/{name}": part for name, part in weights.parts(flat).items()}
     return tensors

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from zero2all.config.training import OptimConfig
 from zero2all.parallel.parameter_table import LogicalParameter
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import (
     Optimizer,
@@ -94,7 +94,7 @@ class Muon(Optimizer):
         if not groups:
             self.updates = self.rest[0].updates  # on the device
 
-    def initial_state(self, param: ParamState) -> dict[str, Part]:
+    def initial_state(self, param: ParamState) -> dict[str, TensorPart]:
         """The momentum, and at the owner of a matrix the mean squares of its lines."""
         state, part, one = {"momentum": zeros_like_master(param)}, param.part, param.parameter
         lines = (one.alternating, max(matrix_shape(one)))
@@ -103,7 +103,7 @@ class Muon(Optimizer):
         if len(one.shape) > 2:  # a stack is cut between its matrices
             state["mean_squares"] = part.by_row(squares, (*one.shape[1:-2], *lines))
         elif not _is_cut(param) or (self.owners is not None and self.owners.is_own(param)):
-            state["mean_squares"] = Part.whole(squares)
+            state["mean_squares"] = TensorPart.whole(squares)
         return state
 
     def update(self, inputs: StepInputs) -> None:

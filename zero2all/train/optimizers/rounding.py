@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config.training import OptimConfig
-from zero2all.parallel.parts import Part
+from zero2all.parallel.parts import TensorPart
 from zero2all.train.optimizers.adamw import AdamW
 from zero2all.train.optimizers.base import Formula, ParameterGroup, ParamState, StepInputs, row_chunks
 
@@ -50,7 +50,7 @@ class RoundedAdamW(AdamW):
             self.apply(self.rounded, gradient[rows], targets, (*numbers, *rounding), inputs.scale, inputs.skip)
 
 
-def places_of(part: Part, rows: slice | EllipsisType) -> Tensor:
+def places_of(part: TensorPart, rows: slice | EllipsisType) -> Tensor:
     """The place of each value of some rows (of a range of values: some values) in the whole flattened tensor; only that
     of the first where the others follow it, because a compiled formula counts faster than it reads."""
     if isinstance(rows, slice):
