@@ -43,7 +43,7 @@ LONG_FILES = (
     *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "measure/test_measure_ablate.py"),
     *("train/test_train_resume.py", "track/board/test_accessibility.py", "train/test_trainer.py"),
     *("corpus/test_corpus_build.py", "train/test_train_data.py", "train/test_train_chaos.py", "test_exchange.py"),
-    "serve/test_page.py",
+    *("serve/test_page.py", "parallel/test_parallel_like_one.py"),
 )
 
 

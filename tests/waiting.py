@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 def wait_until(
@@ -15,3 +17,11 @@ def wait_until(
         assert time.monotonic() < begun + seconds, why()
         time.sleep(0.01)
     return time.monotonic() - begun
+
+
+def in_threads(work: Callable[[Any], object], each: Iterable[Any], seconds: float = 300.0) -> None:
+    """Do something for each at the same time, and wait for all."""
+    threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in each]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads), seconds, lambda: "somebody waits for ever")

@@ -18,6 +18,7 @@ import torch
 from benchmarks.diloco_memory_link import Hub
 from tests.ports import free_port
 from tests.train.conftest import small_config
+from tests.waiting import in_threads
 from zero2all.common.errors import AnomalyError, PeerFailureError, UsageError
 from zero2all.common.peers import Peers
 from zero2all.config import ConfigError
@@ -99,14 +100,6 @@ def assert_equal(one, other):
     assert one.keys() == other.keys()
     assert one
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def in_threads(work, each):
-    threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in each]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
 
 
 @pytest.mark.parametrize(("form", "step"), [("float32", 0.0), ("bf16", 2**-7), ("int8", 1 / 127), ("int4", 1 / 7)])
@@ -495,11 +488,7 @@ def run(monkeypatch):
             except Exception as error:
                 found[rank] = error
 
-        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        in_threads(one, range(2))
         return found
 
     return both

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import zero2all
 from tests.ports import free_port
+from tests.waiting import in_threads
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.parallel.rendezvous import facts_of, meet, open_store
 
@@ -31,7 +31,8 @@ def ends(store, facts_by_rank, seconds=60.0, size=3, again=(), late=()):
     under the name of their rank + 0.5, those of `late` when the others have ended."""
     found = {}
 
-    def come(name, facts):
+    def come(item):
+        name, facts = item
         rank = int(name)
         try:
             found[name] = meet(store[rank] if isinstance(store, list) else store, rank, size, facts, seconds)
@@ -40,12 +41,7 @@ def ends(store, facts_by_rank, seconds=60.0, size=3, again=(), late=()):
 
     first = [*facts_by_rank.items(), *((rank + 0.5, FACTS) for rank in again)]
     for coming in (first, [(rank + 0.5, FACTS) for rank in late]):
-        threads = [threading.Thread(target=come, args=item) for item in coming]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+        in_threads(come, coming)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel import layouts
+from tests.waiting import in_threads
 from zero2all.model.config import ModelConfig
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.linear_cross_entropy import chunked_linear_cross_entropy
@@ -109,11 +110,7 @@ def test_the_loss_of_a_cut_vocabulary_is_that_of_the_whole(monkeypatch, vocab_si
         loss = cut_linear_cross_entropy("chunked", threads.exchange(rank))
         found[rank] = outcome(loss, head[16 * rank : 16 * rank + 16])
 
-    workers = [threading.Thread(target=work, args=(rank,)) for rank in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    in_threads(work, range(4))
     total, losses, dhidden, dhead = outcome(chunked_linear_cross_entropy, head)
     for of_rank in found:
         torch.testing.assert_close(of_rank[:2], (total, losses), rtol=1e-12, atol=1e-12)

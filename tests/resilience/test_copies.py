@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile import COUNTS, conversations, play
-from tests.waiting import wait_until
+from tests.waiting import in_threads, wait_until
 from zero2all.common.fault import flip_byte
 from zero2all.resilience import copies as module
 from zero2all.resilience import slots
@@ -39,14 +38,7 @@ class Machines:
         self.attempt += 1
         parts = [[node, 2, list(each.address)] for node, each in enumerate(self.all)]
         order = {"token": f"attempt {self.attempt}", "machines": parts}
-        threads = [
-            threading.Thread(target=each.begin, args=({**order, "first": 2 * node},))
-            for node, each in enumerate(self.all)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(lambda node: self.all[node].begin({**order, "first": 2 * node}), range(3))
 
     def save(self, step: int, machines=(0, 1, 2), copied=True) -> None:
         """As the ranks do, into the buffer that was not the last."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from typing import Any
 
 import openai
 import pytest
 
+from tests.waiting import in_threads
 from zero2all.cli.main import build_parser
 from zero2all.infer.engine import Engine
 from zero2all.infer.job import ChosenToken
@@ -237,7 +237,8 @@ def test_clients_that_come_together_get_their_own_answers(served, greedy):
         alone = [complete(client, prompt).choices[0].text for prompt in prompts]
     found: dict[int, str] = {}
 
-    def ask(number: int, client: openai.OpenAI) -> None:
+    def ask(job: tuple[int, openai.OpenAI]) -> None:
+        number, client = job
         if number % 2:
             found[number] = complete(client, prompts[number]).choices[0].text
         else:
@@ -245,12 +246,7 @@ def test_clients_that_come_together_get_their_own_answers(served, greedy):
             found[number] = "".join(chunk.choices[0].text for chunk in parts)
 
     with served.client() as one, served.client() as other:
-        asked = zip(range(len(prompts)), itertools.cycle([one, other]), strict=False)
-        threads = [threading.Thread(target=ask, args=each) for each in asked]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
+        in_threads(ask, zip(range(len(prompts)), itertools.cycle([one, other]), strict=False))
     assert [found[number] for number in range(len(prompts))] == alone
 
 
