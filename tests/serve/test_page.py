@@ -268,7 +268,9 @@ def test_a_busy_server_and_one_that_ended_are_named(page, loaded: LoadedModel):
     expect(page.locator(".message.user .body")).to_have_text("Keep this")
 
 
-@pytest.mark.parametrize(("locale", "theme"), [("en-US", "dark"), ("zh-CN", "light")])
+@pytest.mark.parametrize(
+    ("locale", "theme"), [pytest.param("en-US", "dark", marks=pytest.mark.slow), ("zh-CN", "light")]
+)
 def test_axe_finds_nothing_and_a_phone_shows_it_all(page, served, locale, theme):
     if not AXE.is_file():
         pytest.skip("axe-core is not installed; scripts/vendor_web.sh dev fetches it with npm")
