@@ -71,7 +71,9 @@ def test_a_stream_that_nobody_reads_is_cancelled(loaded):
     many = {**LONG, "stream": True, "n": 8, "logprobs": 20}
     raw = json.dumps(many).encode()
     options = ServeOptions(port=0, grace_seconds=0, limits=ServerLimits(stalled_seconds=0.5))
-    with serving(loaded, options) as served, socket.create_connection(("127.0.0.1", served.port)) as connection:
+    with serving(loaded, options) as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # full after a few tokens
+        connection.connect(("127.0.0.1", served.port))
         connection.sendall(f"{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         served.wait_until(lambda: served.model.stats()["running"] > 0)
         served.wait_until(lambda: served.model.stats()["running"] == 0)
