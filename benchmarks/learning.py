@@ -265,11 +265,11 @@ def time_ratio(runs: list[dict[str, Any]]) -> str:
 
 
 def show(arguments: argparse.Namespace) -> None:
-    """The files as tables in Markdown."""
+    """The files of runs with a batch that suits so few tokens, as tables in Markdown."""
     del arguments
     print("| text, size | nanochat's batch | seed | nanochat | s | ours, tokens as nanochat | s | time to its loss |")
     print("|---|---|---|---|---|---|---|---|")
-    for path in sorted(RESULTS.glob("learning_*.json")):
+    for path in sorted(RESULTS.glob("learning_*_32k.json")):
         found = json.loads(path.read_text())
         size, text = path.stem.split("_")[1:3]
         for seed in dict.fromkeys(run["seed"] for run in found["runs"]):
@@ -352,7 +352,7 @@ def ours(
         "parameters": loaded.parameters,
         "tokens_per_step": config.train.tokens_per_step,
         "steps": config.train.steps,
-        "refused": len(SkipLedger.load(arguments.work / "runs" / name / "incidents").entries),
+        "refused": [one.reason for one in SkipLedger.load(arguments.work / "runs" / name / "incidents").entries],
         "curve": [round(float(loss), 4) for loss in losses[:: max(1, len(losses) // 100)]],
         "gpu": gpu_state(),
     }

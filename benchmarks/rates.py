@@ -1,6 +1,6 @@
 """Do the rules' rates transfer? Models of five shapes, five rates of the matrices around the rule's, two seeds.
 
-    python benchmarks/rates.py PACKED                      50 runs, 12 minutes on an H200; PACKED: what z2a pack wrote
+    python benchmarks/rates.py PACKED                      50 runs, 4 minutes on an H200, shapes at once; PACKED: what z2a pack wrote
     python benchmarks/rates.py PACKED --only 512x8 256x4   some shapes; a later call adds the others to the same file
     python benchmarks/rates.py PACKED --small              two tiny shapes, one seed: minutes on a CPU
     python benchmarks/rates.py PACKED --together           embedding, head and norms move with the matrices
@@ -31,7 +31,7 @@ from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import load_config
 from zero2all.train.run import train
 
-SHAPES = {"256x4": "16M", "256x16": "16M", "512x8": "12M", "768x12": "8M", "1024x4": "8M"}
+SHAPES = {"256x4": "8M", "256x16": "6M", "512x8": "6M", "768x12": "4M", "1024x4": "4M"}
 SMALL_SHAPES = {"64x2": "60K", "96x4": "60K"}
 """Width x layers -> tokens of a run; fewer for larger ones, so that each takes about as long."""
 FACTORS = tuple(2 ** (power / 2) for power in (-2, -1, 0, 1, 2))
@@ -55,7 +55,7 @@ def recipe(shape: str, tokens: str, packed: Path, is_small: bool) -> dict[str, A
             **{"name": "rates", "tokens": tokens, "precision": "float32" if is_small else "bfloat16"},
             **({"tokens_per_step": 4096, "micro_batch_samples": 16} if is_small else {"micro_batch_samples": 32}),
         },
-        "eval": {"every_steps": 0, "valid_tokens_per_source": 8192 if is_small else 1 << 20},
+        "eval": {"every_steps": 0, "valid_tokens_per_source": 8192 if is_small else 1 << 18},
         "checkpoint": {"every_steps": 0},
         "resilience": {"memory_every_steps": 0},
     }

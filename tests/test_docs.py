@@ -118,3 +118,6 @@ def test_the_tables_of_learning_speed_are_those_of_the_results():
     assert [len(table.splitlines()) > 4 for table in tables] == [True, True]
     for name in ("learning.md", "learning.zh.md"):
         assert all(table in (ROOT / "docs" / name).read_text() for table in tables), name
+    ratios = re.findall(r"(\S+) \|$", tables[0], re.MULTILINE)[2:]
+    assert f"{min(ratios)} to {max(ratios)} of its time" in (ROOT / "README.md").read_text()
+    assert f"它 {min(ratios)} 到 {max(ratios)} 的时间" in (ROOT / "README.zh.md").read_text()
