@@ -1,6 +1,6 @@
 """Do the rules' rates transfer? Models of five shapes, five rates of the matrices around the rule's, two seeds.
 
-    python benchmarks/rates.py PACKED                      50 runs, 4 minutes on an H200, shapes at once; PACKED: what z2a pack wrote
+    python benchmarks/rates.py PACKED                      50 runs on a GPU; PACKED: what z2a pack wrote
     python benchmarks/rates.py PACKED --only 512x8 256x4   some shapes; a later call adds the others to the same file
     python benchmarks/rates.py PACKED --small              two tiny shapes, one seed: minutes on a CPU
     python benchmarks/rates.py PACKED --together           embedding, head and norms move with the matrices

@@ -22,6 +22,7 @@ import pytest
 from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401  (fixtures)
 from tests.browser import launched
 from tests.processes import Z2A, Program, Start, WarmProcess
+from zero2all.common.engine import EngineConfig
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
@@ -103,9 +104,10 @@ def trained_workspace(tmp_path_factory: pytest.TempPathFactory, tiny_config: Run
     root = tmp_path_factory.mktemp("trained")
     workspace = open_workspace(root / "work", create=True)
     sources = [Source(channel, _write_raw(root / f"{channel}.jsonl", channel), channel) for channel in CAPITALS]
-    build_corpus(workspace.corpus, sources, BuildOptions(valid_share=0.1))
+    here = EngineConfig(workers=1)  # worker processes would take longer to start than this text to read
+    build_corpus(workspace.corpus, sources, BuildOptions(valid_share=0.1), here)
     train_on_corpus(workspace.corpus, workspace.tokenizer, tiny_config.tokenizer)
-    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
+    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed, engine=here)
     train(tiny_config, workspace, say=lambda _: None)
     return workspace
 

@@ -13,12 +13,15 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
 
 CHUNK_BYTES = 16 << 10
 LFS_FROM_BYTES = 1000
@@ -38,6 +41,16 @@ class Request:
     def name(self) -> str:
         """The file that was asked for; empty for a question to the API."""
         return self.path.split("/resolve/", 1)[1].split("/", 1)[1] if "/resolve/" in self.path else ""
+
+
+@contextmanager
+def hub_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub without files, and no hub of the machine in the way."""
+    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    with HubServer() as server:
+        yield server
 
 
 @dataclass

@@ -29,6 +29,10 @@ def rows(count: int, word: str = "text") -> list[dict[str, str]]:
     return [{"text": f"{word} number {n}"} for n in range(count)]
 
 
+def both(corpus, name="a"):
+    return [record for split in ("train", "valid") for record in iter_records(corpus, name, split)]
+
+
 def build_corpus(corpus, sources, **options):
     """A build in this process that keeps short texts."""
     return build_with(corpus, sources, plain_options(**options), HERE)
@@ -76,15 +80,11 @@ def test_duplicates_are_dropped_once_also_across_sources(tmp_path, write_lines):
 # ---- numbers, shards, split -----------------------------------------------------------------------------------
 
 
-def test_gids_are_unique_and_do_not_move(tmp_path, write_lines):
+def test_gids_are_unique_and_do_not_move_and_the_report_is_of_the_last_build(tmp_path, write_lines):
     a, b = Source("a", write_lines("a.jsonl", rows(30))), Source("b", write_lines("b.jsonl", rows(30, "other")))
 
     def gids(name):
-        records = [
-            *iter_records(tmp_path / "corpus", name, "train"),
-            *iter_records(tmp_path / "corpus", name, "valid"),
-        ]
-        return {record["content"]: record["gid"] for record in records}
+        return {record["content"]: record["gid"] for record in both(tmp_path / "corpus", name)}
 
     build_corpus(tmp_path / "corpus", [a, b])
     assert gids("a")["text number 5"] == 5
@@ -93,14 +93,21 @@ def test_gids_are_unique_and_do_not_move(tmp_path, write_lines):
     assert gids("b")["other number 5"] == 2**40 + 5, "neither order nor options renumber a source"
     assert gids("a")["text number 25"] == 25, "dropped records keep their ordinals"
     assert json.loads((tmp_path / "corpus/sources.json").read_text()) == {"a": 0, "b": 1}
+    build_corpus(tmp_path / "corpus", [a])
+    assert list(read_report(tmp_path / "corpus")["sources"]) == ["a"]
+    assert (tmp_path / "corpus/b").is_dir()
 
 
-def test_shards_roll_at_the_given_size(tmp_path, write_lines, build, kept):
-    build(write_lines("a.jsonl", rows(200)), shard_bytes=4000, valid_share=0)
+def test_shards_roll_at_the_given_size_and_nothing_is_held_out_at_share_zero(tmp_path, write_lines, build):
+    large = [{"text": text} for text in ("a" * 100, "b" * 5000, "c" * 100, "d" * 100)]
+    report = build(write_lines("a.jsonl", [*rows(200), *large]), shard_bytes=4000, valid_share=0)
+    assert report["valid_records"] == 0
     shards = sorted((tmp_path / "corpus/one/train").iterdir())
     assert [shard.name for shard in shards[:2]] == ["part-00000.jsonl", "part-00001.jsonl"]
-    assert all(3800 < shard.stat().st_size <= 4000 for shard in shards[:-1])
-    assert [record["id"] for record in iter_records(tmp_path / "corpus", "one", "train")] == list(range(200))
+    assert all(3800 < shard.stat().st_size <= 4000 for shard in shards[:-3])
+    records = [len(shard.read_bytes().splitlines()) for shard in shards]
+    assert records[-2:] == [1, 2], "a record above the size has a shard to itself"
+    assert [record["id"] for record in iter_records(tmp_path / "corpus", "one", "train")] == list(range(204))
 
 
 def test_valid_split_depends_on_the_text_only(tmp_path, write_lines):
@@ -117,26 +124,14 @@ def test_valid_split_depends_on_the_text_only(tmp_path, write_lines):
     assert some == {text for text in shuffled if int(text.split()[-1]) < 1000}
 
 
-@pytest.mark.parametrize(("count", "expected"), [(19, 0), (20, 1), (25, 1)])
-def test_small_source_holds_out_one_record_or_none(write_lines, build, kept, count, expected):
-    report = build(write_lines("a.jsonl", rows(count)), valid_share=1e-9)
-    assert (report["train_records"], report["valid_records"]) == (count - expected, expected)
-    assert [record["id"] for record in kept()] == list(range(count))
-
-
-def test_nothing_is_held_out_at_share_zero(write_lines, build):
-    assert build(write_lines("a.jsonl", rows(100)), valid_share=0)["valid_records"] == 0
+def test_small_source_holds_out_one_record_or_none(write_lines, build, kept):
+    for count, expected in ((19, 0), (20, 1), (25, 1)):
+        report = build(write_lines("a.jsonl", rows(count)), valid_share=1e-9)
+        assert (report["train_records"], report["valid_records"]) == (count - expected, expected)
+        assert [record["id"] for record in kept()] == list(range(count))
 
 
 # ---- report ---------------------------------------------------------------------------------------------------
-
-
-def test_report_lists_the_sources_of_the_last_build_only(tmp_path, write_lines):
-    a, b = Source("a", write_lines("a.jsonl", rows(30))), Source("b", write_lines("b.jsonl", rows(30, "other")))
-    build_corpus(tmp_path / "corpus", [a, b])
-    build_corpus(tmp_path / "corpus", [a])
-    assert list(read_report(tmp_path / "corpus")["sources"]) == ["a"]
-    assert (tmp_path / "corpus/b").is_dir()
 
 
 def test_summary_shows_each_source_the_total_and_what_was_guessed(tmp_path, write_lines):
@@ -159,32 +154,32 @@ def test_summary_shows_each_source_the_total_and_what_was_guessed(tmp_path, writ
 # ---- errors ---------------------------------------------------------------------------------------------------
 
 
-def test_folder_with_nothing_readable_is_refused(tmp_path, build):
-    (tmp_path / "raw").mkdir()
-    with pytest.raises(BadInputError, match="nothing readable was found"):
-        build(tmp_path / "raw")
-    (tmp_path / "raw/a.bin").write_bytes(bytes(range(256)) * 8)
-    (tmp_path / "raw/b.txt").write_bytes(b"")
-    with pytest.raises(BadInputError, match=r"left out: 1 binary, 1 empty"):
-        build(tmp_path / "raw")
+@pytest.mark.parametrize("channel", [None, "auto"])
+def test_folder_with_nothing_readable_is_refused_and_nothing_is_read(tmp_path, channel):
+    said, raw = [], tmp_path / "raw"
+    raw.mkdir()
+    with pytest.raises(BadInputError, match=r"nothing readable was found in .*raw"):
+        build_with(tmp_path / "corpus", [Source("b", raw, channel)], announce=said.append)
+    (raw / "a.bin").write_bytes(bytes(range(256)) * 8)
+    (raw / "b.txt").write_bytes(b"")
+    (raw / "c.jpg").write_bytes(b"\xff\xd8\xff" + bytes(5000))
+    with pytest.raises(BadInputError, match=r"nothing readable was found in .*raw\. Files left out: 2 binary, 1 empty"):
+        build_with(tmp_path / "corpus", [Source("b", raw, channel)], announce=said.append)
+    assert said == []
 
 
-@pytest.mark.parametrize("in_folder", [False, True])
-def test_rows_without_a_text_field_are_refused_with_the_fields_seen(tmp_path, write_lines, build, kept, in_folder):
+def test_rows_without_a_text_field_are_refused_with_the_fields_seen(tmp_path, write_lines, build, kept):
     path = write_lines("raw/a.jsonl", [{"foo": "words", "bar": 1}] * 5)
-    if in_folder:
-        write_lines("raw/b.jsonl", [{"baz": "words"}])
-        path = path.parent
-    with pytest.raises(BadInputError, match=r"fields foo, bar.*--map content=foo"):
-        build(path)
+    write_lines("raw/b.jsonl", [{"baz": "words"}])
+    for given in (path, path.parent):
+        with pytest.raises(BadInputError, match=r"fields foo, bar.*--map content=foo"):
+            build(given)
     assert not (tmp_path / "corpus/report.json").exists()
     build(write_lines("c.jsonl", [{"foo": "words", "bar": 1}]), mapping={"content": "foo"})
     assert kept()[0]["content"] == "words"
-
-
-def test_mapping_to_a_field_that_is_not_there_is_refused(write_lines, build):
-    with pytest.raises(BadInputError, match="have no field 'body', which content is mapped to"):
-        build(write_lines("a.jsonl", rows(5)), mapping={"content": "body"})
+    named = {"id": "7", "review": "A long review of a small thing."}
+    with pytest.raises(BadInputError, match="for example --map content=review"):  # the field with most text
+        build(write_lines("d.jsonl", [named] * 3))
 
 
 def test_empty_corpus_is_refused_with_counts_and_no_report(tmp_path, write_lines, build):
@@ -194,7 +189,10 @@ def test_empty_corpus_is_refused_with_counts_and_no_report(tmp_path, write_lines
         read_report(tmp_path / "corpus")
 
 
-def test_too_much_damage_stops_the_build_with_a_summary(tmp_path, write_lines, build, quarantined):
+def test_too_much_damage_stops_the_build_with_a_summary_and_leaves_the_older_corpus(
+    tmp_path, write_lines, build, quarantined
+):
+    before = build(write_lines("a.jsonl", rows(30)))
     path = write_lines("a.jsonl", [*rows(96), b"{bad", b"{bad", b'{"text": "\xff"}', b"[]"])
     with pytest.raises(BadInputError) as caught:
         build(path)
@@ -204,16 +202,11 @@ def test_too_much_damage_stops_the_build_with_a_summary(tmp_path, write_lines, b
     assert "2 invalid_json (first in a.jsonl, byte " in message
     assert "--max-damaged-share" in message
     assert len(quarantined()) == 4, "the list is there to look at"
-    assert not (tmp_path / "corpus/one").exists()
-    assert build(path, max_damaged_share=0.04)["quarantined"] == 4
-
-
-def test_refused_rebuild_leaves_the_older_corpus_as_it_was(tmp_path, write_lines, build):
-    before = build(write_lines("a.jsonl", rows(30)))
-    with pytest.raises(BadInputError):
-        build(write_lines("a.jsonl", [b"{bad"]))
     assert read_report(tmp_path / "corpus")["sources"]["one"] == before
     assert len(list(iter_records(tmp_path / "corpus", "one", "train"))) == before["train_records"]
+    assert build(path, max_damaged_share=0.04)["quarantined"] == 4
+    build(write_lines("a.jsonl", rows(301)))
+    assert not (tmp_path / "corpus/quarantine/one.jsonl").exists(), "damage that was repaired leaves it"
 
 
 def test_full_disk_is_told_before_the_work(tmp_path, build):
@@ -227,43 +220,33 @@ def test_full_disk_is_told_before_the_work(tmp_path, build):
     assert not (tmp_path / "corpus/one").exists()
 
 
-def test_changed_shard_is_noticed_when_read(tmp_path, write_lines, build):
-    build(write_lines("a.jsonl", rows(3)))
-    (tmp_path / "corpus/one/train/part-00000.jsonl").write_text("{bad\n")
-    with pytest.raises(BadInputError, match=r"part-00000.jsonl is damaged: it is not JSON at line 1"):
-        list(iter_records(tmp_path / "corpus", "one", "train"))
-
-
 # ---- doing it again -------------------------------------------------------------------------------------------
 
 
-def test_second_run_touches_nothing(tmp_path, write_lines):
+def test_second_run_touches_nothing_but_a_damaged_shard_which_is_written_anew(tmp_path, write_lines):
+    corpus = tmp_path / "corpus"
     sources = [
         Source("a", write_lines("a.jsonl", [*rows(300), b"{bad"])),
-        Source("b", write_lines("b.jsonl", rows(3, "b"))),
+        Source("b", write_lines("b.jsonl", rows(30, "b"))),
     ]
-    first = build_corpus(tmp_path / "corpus", sources)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").rglob("*")}
-    assert build_corpus(tmp_path / "corpus", sources) == first
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "corpus").rglob("*")} == before
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_damaged_shard_is_found_by_the_second_run_and_written_anew(tmp_path, write_lines, damage):
-    sources = [Source(name, write_lines(f"{name}.jsonl", rows(30, name))) for name in ("a", "b")]
-    build_corpus(tmp_path / "corpus", sources)
-    shard = tmp_path / "corpus/b/train/part-00000.jsonl"
-    content = shard.read_bytes()
-    untouched = (tmp_path / "corpus/a/manifest.json").stat().st_mtime_ns
-    if damage == "delete":
+    first = build_corpus(corpus, sources)
+    before = {path: path.stat().st_mtime_ns for path in corpus.rglob("*")}
+    assert build_corpus(corpus, sources) == first
+    assert {path: path.stat().st_mtime_ns for path in corpus.rglob("*")} == before
+    shard = corpus / "b/train/part-00000.jsonl"
+    content, untouched = shard.read_bytes(), (corpus / "a/manifest.json").stat().st_mtime_ns
+    for damaged in (None, content[:-1], content[:40] + b"#" + content[41:]):
         shard.unlink()
-    else:
-        shard.write_bytes(content[:-1] if damage == "cut" else content[:40] + b"#" + content[41:])
-    said: list[str] = []
-    build_with(tmp_path / "corpus", sources, plain_options(), HERE, announce=said.append)
-    assert shard.read_bytes() == content
-    assert (tmp_path / "corpus/a/manifest.json").stat().st_mtime_ns == untouched
-    assert re.search(r"b/train/part-00000\.jsonl .*\. The source b is built again", said[0]), said
+        if damaged:
+            shard.write_bytes(damaged)
+        said: list[str] = []
+        build_with(corpus, sources, plain_options(), HERE, announce=said.append)
+        assert shard.read_bytes() == content
+        assert (corpus / "a/manifest.json").stat().st_mtime_ns == untouched
+        assert re.search(r"b/train/part-00000\.jsonl .*\. The source b is built again", said[0]), said
+    shard.write_text("{bad\n")
+    with pytest.raises(BadInputError, match=r"part-00000.jsonl is damaged: it is not JSON at line 1"):
+        both(corpus, "b")
 
 
 def test_a_build_without_near_dedup_warns_only_where_something_was_held_out(tmp_path, write_lines):
@@ -313,27 +296,6 @@ def test_second_build_at_the_same_time_is_refused(tmp_path, write_lines):
             build_corpus(tmp_path / "corpus", [Source("a", path)])
     finally:
         os.close(handle)
-
-
-def test_damage_that_was_repaired_leaves_the_quarantine(tmp_path, write_lines, build):
-    build(write_lines("a.jsonl", [*rows(300), b"{bad"]))
-    build(write_lines("a.jsonl", rows(301)))
-    assert not (tmp_path / "corpus/quarantine/one.jsonl").exists()
-
-
-# ---- cost -----------------------------------------------------------------------------------------------------
-
-MEASURED_BUILD = """
-import re, sys, time
-from pathlib import Path
-from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus
-from zero2all.corpus.dedup.config import DedupConfig
-started = time.monotonic()
-options = BuildOptions(rules="none", dedup=DedupConfig(near="off"))
-report = build_corpus(Path(sys.argv[1]), [Source("a", Path(sys.argv[2]))], options, EngineConfig(workers=1))
-peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
-print(report["totals"]["records_kept"], int(peak[1]) / 1000)
-"""
 
 
 def test_importing_the_stage_loads_nothing_heavy():

@@ -1,20 +1,35 @@
-"""What stands in a finished corpus beside train records: formats, samples, clusters, reports."""
+"""What stands in a finished corpus: formats, samples, clusters, reports, the raw file of every item, chats."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
+import shutil
+import tarfile
+import zipfile
 
 import pytest
 
 from tests.corpus.corpus_helpers import HERE, plain_options, tree
+from zero2all.common.engine import open_engine
 from zero2all.common.errors import BadInputError
-from zero2all.common.records import iter_records, training_text
-from zero2all.corpus import BuildOptions, Source, build_corpus, find_record, iter_dropped, read_report
+from zero2all.common.records import ORIGINS_NAME, iter_records, training_text
+from zero2all.corpus import (
+    BuildOptions,
+    Source,
+    build_corpus,
+    find_record,
+    ingest,
+    iter_dropped,
+    read_report,
+    segment_writer,
+)
 from zero2all.corpus.channels import SCRIPTS, scripts_of_encoded
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.signatures import encode
+from zero2all.corpus.plan import cut_sources, list_source, plan_source
 from zero2all.corpus.shard_files import SHARD_FORMATS
 
 WORDS = ["river", "stone", "morning", "carpenter", "window", "letter", "garden", "winter", "market", "bridge"]
@@ -38,7 +53,7 @@ def rows(write_lines):
 
 
 @pytest.mark.parametrize("shard_format", SHARD_FORMATS)
-def test_every_format_is_read_back(tmp_path, rows, shard_format):
+def test_every_format_is_read_back_and_damage_of_it_noticed(tmp_path, rows, shard_format):
     options = {"valid_share": 0.1, "shard_bytes": 8000}
     build_corpus(tmp_path / "plain", [Source("a", rows)], plain_options(**options), HERE)
     report = build_corpus(tmp_path / "other", [Source("a", rows)], plain_options(**options, format=shard_format), HERE)
@@ -48,57 +63,35 @@ def test_every_format_is_read_back(tmp_path, rows, shard_format):
     else:
         assert found == expected
     assert len(found) == report["totals"]["records_kept"] == 302
-    parts = {
-        folder: sorted(path.name.partition(".")[0] for path in (tmp_path / folder / "a/train").iterdir())
+    plain, other = (
+        sorted(path.name.partition(".")[0] for path in (tmp_path / folder / "a/train").iterdir())
         for folder in ("plain", "other")
-    }
-    assert parts["plain"] == parts["other"]
-    assert len(parts["plain"]) > 2, "the same records stand in the same shard"
-
-
-@pytest.mark.parametrize("shard_format", SHARD_FORMATS)
-def test_damaged_shard_of_any_format_is_noticed(tmp_path, rows, shard_format):
-    build_corpus(tmp_path, [Source("a", rows)], plain_options(format=shard_format), HERE)
-    part = tmp_path / f"a/train/part-00000.{shard_format}"
+    )
+    assert plain == other
+    assert len(plain) > 2, "the same records stand in the same shard"
+    part = tmp_path / f"other/a/train/part-00000.{shard_format}"
     part.write_bytes(part.read_bytes()[:-20])
     with pytest.raises(BadInputError, match="changed after it was written"):
-        both(tmp_path)
-
-
-def test_record_above_the_shard_size_has_a_shard_to_itself(tmp_path, write_lines):
-    texts = ["a" * 100, "b" * 5000, "c" * 100, "d" * 100]
-    path = write_lines("a.jsonl", [{"text": text} for text in texts])
-    build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(shard_bytes=1000), HERE)
-    shards = sorted((tmp_path / "corpus/a/train").iterdir())
-    assert [len(shard.read_bytes().splitlines()) for shard in shards] == [1, 1, 2]
+        both(tmp_path / "other")
 
 
 # ---- what was dropped -----------------------------------------------------------------------------------------
 
 
-def test_dropped_records_are_shown_with_rule_place_and_measures(tmp_path, write_lines):
-    path = write_lines(
-        "a.jsonl", [*({"text": f"text {n}"} for n in range(30)), {"text": "77 " * 300 + "x"}, {"text": "78"}]
-    )
-    options = plain_options(clean={"digits": {"on": True, "max_share": 0.5, "from_chars": 0}})
+def test_dropped_records_are_sampled_with_rule_place_and_measures(tmp_path, write_lines):
+    texts = [*(f"text {n}" for n in range(30)), "77 " * 300 + "x", "78", *(f"{n % 9} " * 2 for n in range(900))]
+    path = write_lines("a.jsonl", [{"text": text} for text in texts])
+    clean = {"digits": {"on": True, "max_share": 0.5, "from_chars": 0}}
+    options = plain_options(clean=clean, unit_bytes=500)
     report = build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)["sources"]["a"]
-    assert report["dropped"] == {"digits": 2}
+    assert report["dropped"] == {"digits": 902}
     samples = list(iter_dropped(tmp_path / "corpus", "a", "digits"))
-    assert [sample["gid"] for sample in samples] == [30, 31]
+    assert len(samples) == 200
+    assert [sample["gid"] for sample in samples[:3]] == [30, 31, 32]
     assert samples[0]["file"] == "a.jsonl"
     assert samples[0]["excerpt"].startswith("77 77")
     assert samples[0]["measures"]["chars"] == 601
     assert report["examples"]["dropped"]["digits"][1] == "78"
-
-
-def test_samples_are_capped(tmp_path, write_lines):
-    path = write_lines("a.jsonl", [{"text": "long enough"}, *({"text": f"{n % 9}"} for n in range(900))])
-    options = plain_options(min_chars=5, unit_bytes=500)
-    report = build_corpus(tmp_path / "corpus", [Source("a", path)], options, HERE)
-    assert report["totals"]["dropped"] == {"too_short": 900}
-    samples = list(iter_dropped(tmp_path / "corpus", "a", "too_short"))
-    assert len(samples) == 200
-    assert [sample["gid"] for sample in samples[:3]] == [1, 2, 3]
 
 
 def test_clusters_say_which_record_was_kept_for_which(tmp_path, write_lines):
@@ -159,22 +152,21 @@ def test_report_has_lengths_and_scripts_of_what_was_kept(tmp_path, write_lines):
     assert read_report(tmp_path / "corpus")["sources"]["a"] == report
 
 
-@pytest.mark.parametrize(
-    ("text", "script"),
-    [
-        ("The cat sat.", "latin"),
-        ("12 + 3 = 15", "none"),
-        ("猫坐在垫子上 cat", "han"),
-        ("ねこがマットの上に座った", "kana"),
-        ("고양이가 앉았다", "hangul"),
-        ("Кошка сидела", "cyrillic"),
-        ("η γάτα κάθισε", "greek"),
-        ("बिल्ली बैठ गई", "devanagari"),
-        ("جلست القطة", "arabic"),
-    ],
-)
-def test_script_is_told_from_the_text(text, script):
-    assert SCRIPTS[scripts_of_encoded(encode([text]))[0]] == script
+SCRIPT_OF = {
+    "The cat sat.": "latin",
+    "12 + 3 = 15": "none",
+    "猫坐在垫子上 cat": "han",
+    "ねこがマットの上に座った": "kana",
+    "고양이가 앉았다": "hangul",
+    "Кошка сидела": "cyrillic",
+    "η γάτα κάθισε": "greek",
+    "बिल्ली बैठ गई": "devanagari",
+    "جلست القطة": "arabic",
+}
+
+
+def test_script_is_told_from_the_text():
+    assert [SCRIPTS[number] for number in scripts_of_encoded(encode(list(SCRIPT_OF)))] == list(SCRIPT_OF.values())
 
 
 # ---- inputs ---------------------------------------------------------------------------------------------------
@@ -182,8 +174,6 @@ def test_script_is_told_from_the_text(text, script):
 
 def test_compressed_stream_goes_on_at_its_cursor(tmp_path, monkeypatch):
     """A stream that cannot be split is one unit of many segments; killed in between, it goes on behind the last."""
-    from zero2all.corpus import segment_writer
-
     lines = [json.dumps({"text": f"{n} " + " ".join(prose(n, 30))}) for n in range(3000)]
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode()))
@@ -214,38 +204,23 @@ def test_compressed_stream_goes_on_at_its_cursor(tmp_path, monkeypatch):
     assert tree(tmp_path / "cut") == tree(tmp_path / "whole")
 
 
-def test_archive_members_with_other_fields_have_mappings_of_their_own(tmp_path):
-    import zipfile
-
+def test_archive_members_with_other_fields_have_mappings_of_their_own_and_no_row_is_lost(tmp_path):
+    deep: object = 1
+    for _ in range(900):
+        deep = [deep]  # more than JSON can hold
+    rows = [*({"text": f"one {n}"} for n in range(300)), {"text": "deep", "n": deep}]
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("one.jsonl", "".join(json.dumps({"text": f"one {n}"}) + "\n" for n in range(30)))
+        archive.writestr("one.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         archive.writestr("two.json", json.dumps([{"body": f"two {n}", "name": "t"} for n in range(30)]))
     report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.zip")], plain_options(), HERE)
     source = report["sources"]["a"]
-    assert source["records_kept"] == 60
+    assert source["records_kept"] + source["quarantined"] == 331
     assert source["mappings"] == [{"content": "text"}, {"content": "body", "title": "name"}]
     assert source["formats"] == {"json array": 1, "json lines": 1}
 
 
-def test_rows_json_cannot_hold_are_quarantined(tmp_path, write_lines):
-    deep: object = 1
-    for _ in range(900):
-        deep = [deep]
-    path = write_lines("a.jsonl", [*({"text": f"text {n}"} for n in range(300)), {"text": "deep", "n": deep}])
-    report = build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(), HERE)["sources"]["a"]
-    assert report["records_kept"] + report["quarantined"] == 301
-
-
 def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     """Members without text, members with other fields and damage, cut at every place a kill could leave it."""
-    import io
-    import shutil
-    import tarfile
-
-    from zero2all.common.engine import open_engine
-    from zero2all.corpus import ingest, segment_writer
-    from zero2all.corpus.plan import cut_sources, list_source, plan_source
-
     monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 3)
     monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 2)
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
@@ -272,3 +247,36 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
         again = ingest.ingest_unit(task)
         assert [segment.state for segment in again] == [segment.state for segment in segments]
         assert tree(task.folder) == whole
+
+
+# ---- origins and chats --------------------------------------------------------------------------------------
+
+
+def test_each_stretch_of_items_names_its_file_or_archive_member(tmp_path, monkeypatch):
+    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 3)
+    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 2)
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    rows = [json.dumps({"text": f"This is document number {n}, which is like no other."}) for n in range(12)]
+    (raw / "a.jsonl").write_text("\n".join(rows[:4]) + '\n{"text": \n')
+    (raw / "b.jsonl").write_text("\n".join(rows[4:9]))
+    with zipfile.ZipFile(raw / "c.zip", "w") as archive:
+        archive.writestr("inner/d.jsonl", "\n".join(rows[9:11]))
+        archive.writestr("inner/e.jsonl", rows[11])
+    build_corpus(tmp_path / "corpus", [Source("s", raw)], plain_options(max_damaged_share=1.0), HERE)
+    found = [json.loads(line) for line in (tmp_path / "corpus/s" / ORIGINS_NAME).read_bytes().splitlines()]
+    assert [line["first"] for line in found] == [0, 5, 10, 12]  # the damaged line counts
+    assert [line["file"] for line in found] == ["a.jsonl", "b.jsonl", "c.zip/inner/d.jsonl", "c.zip/inner/e.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("field", "role", "text"), [("messages", "role", "content"), ("conversations", "from", "value")]
+)
+def test_chats_keep_their_messages_and_are_cleaned_by_their_texts(write_lines, build, kept, field, role, text):
+    chats = [
+        {field: [{role: "user", text: f"What is {n} plus {n}?"}, {role: "assistant", text: f"It is {2 * n}."}], "id": n}
+        for n in range(19)
+    ]
+    assert build(write_lines("chats.jsonl", chats))["mappings"] == [{"content": field}]
+    assert kept()[3]["content"] == "What is 3 plus 3?\nIt is 6."
+    assert kept()[3]["others"] == {field: chats[3][field], "id": 3}

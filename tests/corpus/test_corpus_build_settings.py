@@ -1,18 +1,23 @@
-"""Kinds, YAML, overrides and the command line of `z2a corpus`."""
+"""Kinds, YAML, overrides and the command line of `z2a corpus`; docs/corpus.md says what they are."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.cli import main
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.cli.main import build_parser
+from zero2all.common.errors import UsageError
 from zero2all.common.records import iter_records
-from zero2all.corpus import Source, build_corpus, load_settings, parse_source, summary_notes
-from zero2all.corpus.sources import KINDS
+from zero2all.corpus import BuildOptions, Source, build_corpus, load_settings, parse_source, summary_notes
+from zero2all.corpus.clean.config import EDITS, RULES
+from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.sources import FIELD_NAMES, KINDS
 
 SEED_SETS = {
     "baike2018qa": {"qid": "q1", "category": "健康", "title": "问", "desc": "述", "answer": "答案正文"},
@@ -27,37 +32,36 @@ SEED_SETS = {
 
 
 def test_every_known_data_set_is_tried_here():
-    assert {*SEED_SETS, "conversation", "sharegpt"} == set(KINDS)  # of chats, test_corpus_origins.py has more
+    assert {*SEED_SETS, "conversation", "sharegpt"} == set(KINDS)  # of chats, test_corpus_build_output.py has more
 
 
 @pytest.mark.parametrize("kind", SEED_SETS)
 def test_kind_brings_fields_and_channel(tmp_path, write_lines, kind):
-    row = SEED_SETS[kind]
-    path = write_lines("a.json", [row])
-    source = parse_source(f"a={path}::{kind.lower()}")
+    row, known = SEED_SETS[kind], KINDS[kind]
+    source = parse_source(f"a={write_lines('a.json', [row])}::{kind.lower()}")
     assert source.kind == kind
     report = build_corpus(tmp_path / "corpus", [source], plain_options(), HERE)["sources"]["a"]
     (record,) = iter_records(tmp_path / "corpus", "a", "train")
-    mapping = KINDS[kind].mapping
-    assert {target: record[target] for target in mapping} == {target: row[raw] for target, raw in mapping.items()}
-    assert set(record["others"]) == set(row) - set(mapping.values())
-    assert (report["channel"], report["channel_guessed"], report["mapping_guessed"]) == (
-        KINDS[kind].channel,
-        False,
-        False,
-    )
+    assert {target: record[target] for target in known.mapping} == {to: row[raw] for to, raw in known.mapping.items()}
+    assert set(record["others"]) == set(row) - set(known.mapping.values())
+    given = (report["channel"], report["channel_guessed"], report["mapping_guessed"])
+    assert given == (known.channel, False, False)
 
 
 def test_channel_and_kind_are_read_in_their_places(tmp_path):
-    path = tmp_path / "a:b.json"
-    path.write_text("{}")
+    path, colons = tmp_path / "a:b.json", tmp_path / "a:zh"
+    for each in (path, colons):
+        each.write_text("{}")
     assert parse_source(f"a={path}") == Source("a", path)
-    assert parse_source(f"a={path}:zh") == Source("a", path, "zh")
+    assert parse_source(f"a={path}:zh") == parse_source(f"a={path}:ZH") == Source("a", path, "zh")
     assert parse_source(f"a={path}:zh:new2016zh") == Source("a", path, "zh", None, "news2016zh")
     assert parse_source(f"a={path}::WuDaoCorpus2.0") == Source("a", path, None, None, "WuDaoCorpus2.0")
-    assert parse_source("a=s3://bucket/x.jsonl:en:wikipedia_en") == Source(
-        "a", "s3://bucket/x.jsonl", "en", None, "wikipedia_en"
-    )
+    far = "s3://bucket/x.jsonl"
+    assert parse_source(f"a={far}:en:wikipedia_en") == Source("a", far, "en", None, "wikipedia_en")
+    assert parse_source(f"news={colons}") == Source("news", colons), "a path that exists is taken whole"
+    assert parse_source(f"news={colons}:en") == Source("news", colons, "en")
+    assert parse_source("news=absent:dir/file.txt").channel is None
+    assert Source("a", path, "Poetry").channel == "Poetry", "a name of the user's own stays as it is"
     with pytest.raises(UsageError, match="'nosuch' is not a kind of source; known are baike2018qa"):
         build_corpus(tmp_path / "corpus", [parse_source(f"a={path}:zh:nosuch")])
 
@@ -88,11 +92,10 @@ def test_whole_build_stands_in_one_file(tmp_path, yaml_build):
     assert [source.name for source in settings.sources] == ["qa", "own", "plain"]
     assert settings.engine.workers == 1
     report = build_corpus(tmp_path / "corpus", settings.sources, settings.options, settings.engine)["sources"]
-    assert {name: source["channel"] for name, source in report.items()} == {"qa": "zh", "own": "en", "plain": "zh"}
-    assert {name: source["dropped"] for name, source in report.items()} == {
-        "qa": {},
-        "own": {"too_short": 1},
-        "plain": {"too_short": 1},
+    assert {name: (source["channel"], source["dropped"]) for name, source in report.items()} == {
+        "qa": ("zh", {}),
+        "own": ("en", {"too_short": 1}),
+        "plain": ("zh", {"too_short": 1}),
     }
     assert (tmp_path / "corpus/own/train/part-00000.jsonl.zst").is_file()
 
@@ -108,7 +111,7 @@ def test_flags_and_overrides_come_on_top_of_the_file(yaml_build):
     assert settings.sources[1].given_mapping == {"content": "text"}
 
 
-def test_all_mistakes_in_the_file_are_told_at_once(tmp_path):
+def test_all_mistakes_in_the_file_and_the_flags_are_told_at_once(tmp_path):
     path = tmp_path / "corpus.yaml"
     path.write_text("sources: {a: {path: x, kind: baike, chanel: zh}}\ndedup: {jacard: 1}\noptoins: {}\n")
     with pytest.raises(UsageError) as caught:
@@ -117,21 +120,9 @@ def test_all_mistakes_in_the_file_are_told_at_once(tmp_path):
     assert all(part in message for part in ("1.", "4.", "Did you mean `baike2018qa`", "`channel`", "`jaccard`"))
     with pytest.raises(UsageError, match=r"clean\.too_shrt|too_shrt.*channel"):
         build_corpus(tmp_path / "corpus", [Source("a", tmp_path)], plain_options(clean={"too_shrt": 3}))
-
-
-def test_mistakes_in_rules_stand_in_the_same_list_under_the_names_they_were_given(tmp_path):
-    words = [
-        "--clean.en.digitz.on",
-        "false",
-        "--dedup.near",
-        "of",
-        "--options.shard_size",
-        "3",
-        "--dedup.lines",
-        "true",
-    ]
+    words = "--clean.en.digitz.on false --dedup.near of --options.shard_size 3 --dedup.lines true"
     with pytest.raises(UsageError) as caught:
-        load_settings([f"a={tmp_path}"], words)
+        load_settings([f"a={tmp_path}"], words.split())
     message = str(caught.value)
     assert "`clean` has no field `digitz`. Did you mean `digits`?" in message
     assert " dedup.near: got 'of'" in message
@@ -140,9 +131,7 @@ def test_mistakes_in_rules_stand_in_the_same_list_under_the_names_they_were_give
 
 
 def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):
-    path = write_lines(
-        "a.jsonl", [*({"text": f"text number {n}"} for n in range(30)), *({"text": "x"} for _ in range(20))]
-    )
+    path = write_lines("a.jsonl", [*({"text": f"text number {n}"} for n in range(30)), *[{"text": "x"}] * 20])
     report = build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(min_chars=3), HERE)
     notes = summary_notes(report)
     drops = "a: too_short dropped 40% of the records as channel en. Check whether it should: z2a corpus show"
@@ -151,17 +140,14 @@ def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):
     assert f"{drops} --work 'my work' a --dropped too_short" in summary_notes(report, Path("my work"))
 
 
-def test_the_field_with_most_text_is_proposed(tmp_path, write_lines):
-    path = write_lines("a.jsonl", [{"id": "7", "review": "A long review of a small thing."}] * 3)
-    with pytest.raises(BadInputError, match="for example --map content=review"):
-        build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(), HERE)
-
-
 def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     rows = [{"text": f"text number {n}", "title": f"t{n}"} for n in range(30)]
     rows[1]["text"] = "a text that steers a terminal: \x1b[31m"
     path = write_lines("a.jsonl", [*rows, {"text": "x"}, rows[0]])
     work = ["--work", str(tmp_path / "work")]
+    assert main(["corpus", "build", f"a={path}", *work, "--format", "csv"]) == 2
+    assert "options.format: got 'csv', expected one of 'jsonl'" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
     options = ["--options.rules", "none", "--dedup.near", "off", "--clean.too_short.on", "true"]
     options += ["--clean.too_short.min_chars", "3", "--workers", "1", "--format", "parquet"]
     assert main(["corpus", "build", f"a={path}", *work, *options]) == 0
@@ -172,22 +158,58 @@ def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
     assert "dropped 1 duplicate, 1 too_short" in capsys.readouterr().out
     assert main(["corpus", "show", "a", "--count", "2", *work]) == 0
     shown = capsys.readouterr().out
-    assert "a: training text {title}\\n{content}\n── gid 0  t0\ntext number 0" in shown
     assert "steers a terminal: " in shown
     assert "\x1b" not in shown
-    assert main(["corpus", "show", "--dropped", "duplicate", *work]) == 0
-    assert "a: 1 dropped by duplicate\n── gid 31, 13 characters, kept for it: gid 0" in capsys.readouterr().out
-    assert main(["corpus", "show", "--dropped", "digits", *work]) == 0
-    assert "digits dropped nothing" in capsys.readouterr().out
     assert main(["corpus", "show", "--dropped", "dupicate", *work]) == 2
     assert "Did you mean `duplicate`" in capsys.readouterr().err
-    assert main(["corpus", "rules", "zh"]) == 0
-    assert "too_short" in capsys.readouterr().out
     assert json.loads((tmp_path / "work/corpus/report.json").read_text())["options"]["format"] == "parquet"
 
 
-def test_mistaken_flag_value_is_told_by_name(tmp_path, write_lines, capsys):
-    path = write_lines("a.jsonl", [{"text": "x"}])
-    assert main(["corpus", "build", f"a={path}", "--work", str(tmp_path / "w"), "--format", "csv"]) == 2
-    assert "options.format: got 'csv', expected one of 'jsonl'" in capsys.readouterr().err
-    assert not Path(tmp_path / "w").exists()
+# ---- docs/corpus.md -----------------------------------------------------------------------------------------
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "corpus.md").read_text(encoding="utf-8")
+
+
+def first_cells(heading: str) -> list[str]:
+    """The names in the first column of the table with this heading, in order."""
+    table = GUIDE.partition(f"\n| {heading} |")[2].partition("\n\n")[0]
+    return [name for row in table.splitlines()[2:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_edits_and_rules_are_listed_in_the_order_in_which_they_are_judged():
+    assert set(first_cells("edit")) == (set(EDITS) - {"kinds"}) | {"block_art"}
+    rules = [name for name in RULES if name not in EDITS and name != "block_art"]
+    assert [name for name in first_cells("rules, in this order") if name != "block_art"] == rules
+
+
+def test_every_kind_is_named():
+    assert [kind for kind in KINDS if f"`{kind}`" not in GUIDE] == []
+
+
+@pytest.mark.parametrize("field", FIELD_NAMES)
+def test_names_under_which_fields_are_recognised(field):
+    assert f"| `{field}` | {FIELD_NAMES[field].replace(' ', ', ')} |" in GUIDE
+
+
+def test_every_option_is_a_flag_with_help_or_explained():
+    flags = build_parser().verb("corpus").verb("build").flags
+    names = [each.name for each in dataclasses.fields(BuildOptions) if each.name not in ("clean", "dedup")]
+    without_flag = [name for name in names if f"--{name.replace('_', '-')}" not in flags]
+    assert [name for name in without_flag if f"`options.{name}" not in GUIDE] == []
+    settings = {each.name for each in dataclasses.fields(DedupConfig)}
+    assert [name for name in settings if name not in GUIDE] == []
+
+
+def test_figures_of_the_search_for_near_duplicates():
+    config = DedupConfig()
+    assert f"b = {config.bands} bands of r = {config.rows}" in GUIDE
+    assert f"agree in {config.needed_matches} of 256 bytes" in GUIDE
+    similarities, compared = (
+        [cell.strip() for cell in re.search(rf"^\| {name} \|(.*)\|$", GUIDE, re.MULTILINE)[1].split("|")]
+        for name in ("J", "compared")
+    )
+    for similarity, share in zip(map(float, similarities), compared, strict=True):
+        chance = similarity + (1 - similarity) / 256
+        expected = 1 - (1 - chance**config.rows) ** config.bands
+        assert abs(float(share.removesuffix(" %")) / 100 - expected) < 0.001

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import random
 import re
-import subprocess
-import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.corpus.corpus_helpers import HERE, plain_options, tree
+from tests.corpus.readers.reader_samples import PACKS
+from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records
-from zero2all.corpus import BuildOptions, Source, build_corpus, parse_source, summary_notes
+from zero2all.corpus import BuildOptions, Source, build_corpus, segment_writer, summary_notes
+from zero2all.corpus import finish as finish_module
 from zero2all.corpus.channels import channels_of
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.settings import BuildOptions as Options
 from zero2all.corpus.source_sampling import SourceSample
 
 HAN = "春江潮水连海平，海上明月共潮生。滟滟随波千万里，何处春江无月明。江流宛转绕芳甸，月照花林皆似霰。"
@@ -44,7 +41,7 @@ def one_rule(**options) -> BuildOptions:
 
 
 def guess(path: Path, **options) -> tuple[str, str]:
-    return SourceSample(Source("one", path), list_files(path), Options(**options).limits).guess_channel()
+    return SourceSample(Source("one", path), list_files(path), BuildOptions(**options).limits).guess_channel()
 
 
 CODE = ("let value = other(value);\n" * 8 + "// 值\n") * 12
@@ -79,37 +76,23 @@ def test_a_document_has_the_channel_of_its_own_text(title, text, channel):
 # ---- a source -------------------------------------------------------------------------------------------------
 
 
-def test_content_that_is_a_list_of_lines_is_guessed_by_its_text(write_lines):
+def test_members_behind_the_first_one_of_an_archive_count_and_lists_of_lines_do(tmp_path, write_lines):
+    members = {"README.md": english(0).encode() * 9, **{f"t/{n:03d}.txt": han(n).encode() for n in range(300)}}
+    for name in (".zip", ".tar.gz"):
+        (tmp_path / f"a{name}").write_bytes(PACKS[name](members))
+        assert guess(tmp_path / f"a{name}")[0] == "zh", name
     rows = [{"title": f"poem {n}", "author": "Li Bai", "content": han(n).split("，")} for n in range(50)]
     assert guess(write_lines("a.jsonl", rows))[0] == "zh"
 
 
-def test_members_behind_the_first_one_of_an_archive_count(tmp_path):
-    members = {"README.md": english(0).encode() * 9, **{f"t/{n:03d}.txt": han(n).encode() for n in range(300)}}
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    for name in ("a.zip", "a.tar.gz"):
-        assert guess(tmp_path / name)[0] == "zh", name
-
-
-def test_samples_come_from_all_over_a_file(write_lines):
+def test_samples_come_from_all_over_a_file_and_are_hundreds(tmp_path, write_lines):
     rows = [{"text": english(n)} for n in range(600)] + [{"text": han(n)} for n in range(1400)]
     channel, reason = guess(write_lines("a.jsonl", rows))
     assert channel == "zh"
     assert 25 <= int(reason.partition("% en")[0].rpartition(" ")[2]) <= 35, reason
-
-
-def test_known_channels_are_known_in_any_case(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    assert parse_source(f"a={tmp_path / 'a.txt'}:ZH").channel == "zh"
-    assert Source("a", tmp_path, "Code").channel == "code"
-    assert Source("a", tmp_path, "Poetry").channel == "Poetry", "a name of the user's own stays as it is"
+    many = write_lines("many.jsonl", [{"text": english(number)} for number in range(500)] * 70)
+    assert many.stat().st_size > 9_000_000
+    assert int(re.search(r"sampled documents: (\d+);", guess(many)[1])[1]) >= 200
 
 
 # ---- auto -----------------------------------------------------------------------------------------------------
@@ -135,11 +118,8 @@ def test_auto_makes_a_source_of_each_channel(tmp_path, mixed):
         "mix-en": 200,
         "mix-zh": 402,  # with the text without letters and the damaged line, which belong to no channel
     }
-    assert {name: manifest["channel"] for name, manifest in corpus_sources(corpus).items()} == {
-        "mix-code": "code",
-        "mix-en": "en",
-        "mix-zh": "zh",
-    }
+    channels = {name: manifest["channel"] for name, manifest in corpus_sources(corpus).items()}
+    assert channels == {"mix-code": "code", "mix-en": "en", "mix-zh": "zh"}
     assert report["sources"]["mix-zh"]["quarantined"] == 1
     assert report["sources"]["mix-zh"]["skipped_files"] == {"binary": 1}
     assert not report["sources"]["mix-en"]["skipped_files"], "counted once"
@@ -147,14 +127,16 @@ def test_auto_makes_a_source_of_each_channel(tmp_path, mixed):
         records = [record for split in ("train", "valid") for record in iter_records(corpus, name, split)]
         assert {record["data_src"] for record in records} == {name}
         assert len({record["gid"] for record in records}) == len(records)
-    english_only = [record["content"] for record in iter_records(corpus, "mix-en", "train")]
-    assert not any("\u4e00" <= char <= "\u9fff" for text in english_only for char in text)
+    english_only = "".join(record["content"] for record in iter_records(corpus, "mix-en", "train"))
+    assert not re.search(r"[\u4e00-\u9fff]", english_only)
+    assert [note for note in summary_notes(report) if "fields guessed" in note] == [
+        "mix: fields guessed: content from 'text'; all other fields are kept under 'others'"
+    ]
+    with pytest.raises(UsageError, match=r"mix-zh is also the name of a part"):
+        build_corpus(corpus, [Source("mix", mixed, "auto"), Source("mix-zh", mixed)], plain_options())
 
 
 def test_auto_built_again_does_nothing_and_in_pieces_writes_the_same(tmp_path, mixed, monkeypatch):
-    from zero2all.corpus import finish as finish_module
-    from zero2all.corpus import segment_writer
-
     monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 150)
     monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 40)
     source = Source("mix", mixed, "auto")
@@ -179,28 +161,6 @@ def test_auto_built_again_does_nothing_and_in_pieces_writes_the_same(tmp_path, m
             build_corpus(tmp_path / "pieces", [source], plain_options(), HERE)
     build_corpus(tmp_path / "pieces", [source], plain_options(), HERE)
     assert tree(tmp_path / "pieces") == before
-
-
-def test_a_name_that_a_part_of_an_auto_source_needs_is_refused(tmp_path, mixed):
-    with pytest.raises(UsageError, match=r"mix-zh is also the name of a part"):
-        build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto"), Source("mix-zh", mixed)], plain_options())
-
-
-def test_fields_of_an_auto_source_are_told_once(tmp_path, mixed):
-    notes = summary_notes(build_corpus(tmp_path / "corpus", [Source("mix", mixed, "auto")], plain_options(), HERE))
-    assert [note for note in notes if "fields guessed" in note] == [
-        "mix: fields guessed: content from 'text'; all other fields are kept under 'others'"
-    ]
-
-
-def test_a_folder_of_binaries_is_refused_by_what_was_found_and_nothing_is_read(tmp_path, monkeypatch):
-    (tmp_path / "raw").mkdir()
-    for name in "ab":
-        (tmp_path / f"raw/{name}.jpg").write_bytes(b"\xff\xd8\xff" + bytes(5000))
-    said = []
-    with pytest.raises(BadInputError, match=r"nothing readable was found in .*raw\. Files left out: 2 binary\."):
-        build_corpus(tmp_path / "corpus", [Source("b", tmp_path / "raw", "auto")], announce=said.append)
-    assert said == []
 
 
 # ---- rules that drop much -------------------------------------------------------------------------------------
@@ -234,8 +194,7 @@ def test_a_refused_build_leaves_the_corpus_that_is_there(tmp_path, write_lines):
     before = tree(corpus)
     with pytest.raises(BadInputError, match="accept-drops"):
         build_corpus(corpus, [Source("bad", bad), Source("good", good)], one_rule(), HERE)
-    after = tree(corpus)
-    assert {name: data for name, data in after.items() if not name.startswith(".build")} == before
+    assert {name: data for name, data in tree(corpus).items() if not name.startswith(".build")} == before
     build_corpus(corpus, [Source("new", good)], one_rule(), HERE)
     assert json.loads((corpus / "sources.json").read_text()) == {"good": 0, "new": 1}
 
@@ -244,49 +203,40 @@ def test_a_wrong_channel_named_by_hand_is_named_with_samples(tmp_path, write_lin
     path = write_lines("a.jsonl", [{"text": english(n)} for n in range(30)])
     with pytest.raises(BadInputError, match=r"none was kept \(30 wrong_script\)") as caught:
         build_corpus(tmp_path / "corpus", [Source("one", path, "zh")], one_rule(), HERE)
-    message = str(caught.value)
-    assert "one: wrong_script dropped 30 of 30 records as channel zh." in message
-    assert english(0)[:40] in message
+    message, dropped = str(caught.value), tmp_path / "corpus/one/dropped"
+    for part in ("one: wrong_script dropped 30 of 30 records as channel zh.", english(0)[:40], str(dropped)):
+        assert part in message
     assert "quarantine" not in message
-    assert (tmp_path / "corpus/one/dropped/wrong_script.jsonl").is_file()
-    assert str(tmp_path / "corpus/one/dropped") in message
+    assert (dropped / "wrong_script.jsonl").is_file()
 
 
 # ---- from the command line ------------------------------------------------------------------------------------
 
 
-def test_poems_behind_english_words_are_built_and_a_wrong_guess_ends_with_code_3(tmp_path):
+def test_poems_behind_english_words_are_built_and_a_wrong_guess_ends_with_code_3(tmp_path, capsys):
     rows = [{"title": f"poem number {n}", "content": [f"{han(n)[:50]}。"] * 2} for n in range(60)]
     rows += [{"title": f"p {n}", "content": english(n)} for n in range(40)]
     with gzip.open(tmp_path / "poems.jsonl.gz", "wt", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    command = [sys.executable, "-m", "zero2all", "corpus", "build", "--work", str(tmp_path / "work")]
-    command += ["--options.rules", "none", "--clean.wrong_script.on", "true", "--dedup.near", "off"]
-    stopped = subprocess.run([*command, f"p={tmp_path}/poems.jsonl.gz"], capture_output=True, text=True, check=False)
-    assert stopped.returncode == 3, stopped.stderr
-    assert "--accept-drops" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
-    done = subprocess.run([*command, f"p={tmp_path}/poems.jsonl.gz:AUTO"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "p-zh" in done.stdout
-    assert "p-en" in done.stdout
+    options = ["--work", str(tmp_path / "work"), "--workers", "1"]
+    options += ["--options.rules", "none", "--clean.wrong_script.on", "true", "--dedup.near", "off"]
+    assert main(["corpus", "build", *options, f"p={tmp_path}/poems.jsonl.gz"]) == 3
+    said = capsys.readouterr().err
+    assert "--accept-drops" in said
+    assert "Traceback" not in said
+    assert main(["corpus", "build", *options, f"p={tmp_path}/poems.jsonl.gz:AUTO"]) == 0
+    said = capsys.readouterr().out
+    assert "p-zh" in said
+    assert "p-en" in said
     assert sorted(corpus_sources(tmp_path / "work/corpus")) == ["p-en", "p-zh"]
-
-
-def test_a_file_of_many_short_documents_is_sampled_by_hundreds_of_them(tmp_path):
-    lines = [json.dumps({"text": english(number)}) for number in range(500)]
-    (tmp_path / "many.jsonl").write_text("\n".join(lines * 70) + "\n")
-    assert (tmp_path / "many.jsonl").stat().st_size > 9_000_000
-    assert int(re.search(r"sampled documents: (\d+);", guess(tmp_path)[1]).group(1)) >= 200
 
 
 def test_damage_of_an_auto_source_is_told_in_words_as_that_of_any_other(tmp_path):
     texts = "\n".join(json.dumps({"text": english(number)}) for number in range(60)) + "\n"
     whole = gzip.compress(texts.encode(), mtime=0)
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(BadInputError, match=r"records are damaged.*--max-damaged-share"):
-        build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "raw", "auto")], plain_options())
+        build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "a.jsonl.gz", "auto")], plain_options(), HERE)
 
 
 def test_one_item_that_holds_most_of_a_file_counts_with_its_bytes(tmp_path):
@@ -294,4 +244,4 @@ def test_one_item_that_holds_most_of_a_file_counts_with_its_bytes(tmp_path):
     text = "id,text\n" + "\n".join([*rows, '300,"an unclosed quote', *rows, *rows]) + "\n"
     (tmp_path / "table.csv").write_text(text)
     with pytest.raises(BadInputError, match=r"1 of 301 records are damaged .*places, [\d,]{6,} bytes"):
-        build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "table.csv", "en")], plain_options())
+        build_corpus(tmp_path / "corpus", [Source("one", tmp_path / "table.csv", "en")], plain_options(), HERE)

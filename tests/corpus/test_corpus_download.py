@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.corpus.corpus_helpers import tree
-from tests.corpus.hub_server import HubServer
+from tests.corpus.hub_server import HubServer, hub_alone
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError, UserError
 from zero2all.corpus.download import fetch as download_module
@@ -30,26 +30,20 @@ KB = 1000
 REPO = "me/texts"
 
 
-def noise(size: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(size)
-
-
+noise = [random.Random(seed).randbytes(800 * KB) for seed in range(6)]
 FILES = {
     "README.md": "# 一些文字\n".encode(),
     "empty.txt": b"",
-    "zh/part 1.parquet": noise(300 * KB, 1),
-    "zh/part-2.parquet": noise(200 * KB, 2),
-    "en/part-1.parquet": noise(100 * KB, 3),
+    "zh/part 1.parquet": noise[1][: 300 * KB],
+    "zh/part-2.parquet": noise[2][: 200 * KB],
+    "en/part-1.parquet": noise[3][: 100 * KB],
 }
 BIG = "zh/part 1.parquet"
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    with HubServer() as server:
+    with hub_alone(monkeypatch) as server:
         server.put(REPO, FILES)
         yield server
 
@@ -59,9 +53,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "raw"
 
 
-Fetch = Callable[..., DownloadResult]
-
-
 @pytest.fixture
 def said() -> list[str]:
     """What the last downloads announced."""
@@ -69,7 +60,7 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def fetch(hub: HubServer, folder: Path, said: list[str]) -> Fetch:
+def fetch(hub: HubServer, folder: Path, said: list[str]) -> Callable[..., DownloadResult]:
     """Download `REPO`, with waits too short to notice."""
 
     def run(**changes: Any) -> DownloadResult:
@@ -77,6 +68,10 @@ def fetch(hub: HubServer, folder: Path, said: list[str]) -> Fetch:
         return download(DownloadRequest(**wanted), said.append)
 
     return run
+
+
+def files_asked(hub: HubServer) -> list[str]:
+    return [request.name for request in hub.requests if request.name]
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -93,6 +88,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 def test_every_file_arrives_and_the_manifest_says_what_it_is(fetch, hub, folder, said, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", f"{hub.endpoint}/")
+    hub.page_entries = 2
     result = fetch(endpoint=None)
     assert content(folder) == FILES
     assert {file.name for file in list_files(folder).files} == FILES.keys(), "our records are no text for the corpus"
@@ -100,9 +96,8 @@ def test_every_file_arrives_and_the_manifest_says_what_it_is(fetch, hub, folder,
     assert (facts["repo"], facts["type"], facts["endpoint"]) == (REPO, "dataset", hub.endpoint)
     assert facts["commit"] == result.commit == hub.repos[REPO].head
     assert facts["files"].keys() == FILES.keys()
-    assert len(facts["files"][BIG]["sha256"]) == 64
+    assert (facts["files"][BIG]["bytes"], len(facts["files"][BIG]["sha256"])) == (300 * KB, 64)
     assert len(facts["files"]["README.md"]["git_sha1"]) == 40
-    assert facts["files"][BIG]["bytes"] == 300 * KB
     assert [path.name for path in (folder / ".download").iterdir()] == ["download.json"]
     assert "5 of 5 files selected, 600.0 KB" in said[0]
 
@@ -110,20 +105,21 @@ def test_every_file_arrives_and_the_manifest_says_what_it_is(fetch, hub, folder,
 def test_patterns_choose_the_files_and_models_come_from_their_own_addresses(fetch, hub, folder, tmp_path):
     fetch(include=("zh/*", "*.md"), exclude=("*part-2*",))
     assert content(folder).keys() == {BIG, "README.md"}
+    fetch(include=("en/*",))
+    assert content(folder).keys() == manifest(folder)["files"].keys() == {BIG, "README.md", "en/part-1.parquet"}
     hub.put("me/model", {"config.json": b"{}"}, kind="model")
     fetch(repo="me/model", kind="model", folder=tmp_path / "model")
     assert content(tmp_path / "model") == {"config.json": b"{}"}
 
 
-def test_a_long_listing_is_read_page_by_page_from_the_same_endpoint(fetch, hub, folder):
-    hub.page_entries = 2
-    fetch()
-    assert content(folder) == FILES
-
-
-def test_a_dry_run_lists_and_touches_nothing(fetch, hub, folder):
+def test_a_dry_run_lists_and_touches_nothing(fetch, hub, folder, capsys):
     result = fetch(dry_run=True, include=("zh/*",))
     assert [file.name for file in result.missing] == [BIG, "zh/part-2.parquet"]
+    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--out", str(folder)]
+    assert main([*words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "zh/part-2.parquet" in out
+    assert "would fetch 2 files, 500.0 KB" in out
     assert not folder.exists()
     assert hub.content_bytes_sent == 0
 
@@ -131,54 +127,36 @@ def test_a_dry_run_lists_and_touches_nothing(fetch, hub, folder):
 # ---- doing it again --------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_costs_only_the_listing(fetch, hub, folder):
+def test_a_second_run_costs_only_the_listing_and_what_was_removed_or_changed(fetch, hub, folder, said):
     fetch()
     before = tree(folder)
     hub.requests.clear()
     assert fetch().missing == []
-    assert all(request.path.startswith("/api/") for request in hub.requests)
+    assert files_asked(hub) == []
     assert tree(folder) == before
-
-
-def test_a_removed_file_is_fetched_again_and_no_other(fetch, hub, folder, said):
-    fetch()
     (folder / BIG).unlink()
-    hub.requests.clear()
     fetch()
     assert content(folder) == FILES
-    assert [request.name for request in hub.requests if request.name] == [BIG]
+    assert files_asked(hub) == [BIG]
     assert any("changed or removed since" in line for line in said)
-
-
-def test_verify_finds_a_changed_byte_that_sizes_do_not_show(fetch, hub, folder):
-    fetch()
     (folder / BIG).write_bytes(bytes(300 * KB))
-    assert fetch().missing == []
+    assert fetch().missing == [], "its size is the same"
     assert [file.name for file in fetch(verify=True).missing] == [BIG]
     assert content(folder) == FILES
     assert fetch(verify=True).missing == []
 
 
-def test_other_patterns_add_to_the_folder(fetch, folder):
-    fetch(include=("zh/*",))
-    fetch(include=("en/*",))
-    assert content(folder).keys() == manifest(folder)["files"].keys() == {name for name in FILES if "/" in name}
-
-
-def test_files_copied_here_by_hand_are_known_by_their_checksum(fetch, hub, folder):
+def test_files_copied_here_by_hand_are_known_by_their_checksum_and_others_not_overwritten(fetch, hub, folder):
     (folder / "zh").mkdir(parents=True)
     (folder / BIG).write_bytes(FILES[BIG])
-    fetch()
-    assert content(folder) == FILES
-    assert not hub.asked(BIG)
-
-
-def test_a_file_of_somebody_else_is_not_overwritten(fetch, folder):
-    folder.mkdir()
     (folder / "README.md").write_text("my own notes")
     with pytest.raises(BadInputError, match=r"zero2all did not download.*README\.md"):
         fetch()
     assert (folder / "README.md").read_text() == "my own notes"
+    (folder / "README.md").unlink()
+    fetch()
+    assert content(folder) == FILES
+    assert not hub.asked(BIG)
 
 
 # ---- lost connections ------------------------------------------------------------------------------------------
@@ -243,16 +221,13 @@ def test_passing_errors_of_the_server_are_waited_out(fetch, hub, folder):
     assert content(folder) == FILES
 
 
-def test_retry_after_is_honoured_by_all_connections(fetch, hub, folder, said):
+def test_retry_after_is_honoured_by_all_connections_and_hours_are_left_to_the_person(fetch, hub, folder, said):
     hub.statuses[BIG] = [(429, {"Retry-After": "1"})]
     started = time.monotonic()
     fetch()
     assert time.monotonic() - started >= 1
     assert content(folder) == FILES
     assert any("429" in line and "waiting 1s, as the hub asks" in line for line in said)
-
-
-def test_a_wait_of_hours_is_left_to_the_person(fetch, hub):
     hub.statuses["api"] = [(429, {"RateLimit": '"api";r=0;t=7200'})]
     with pytest.raises(UserError, match="asks to wait 2h00m"):
         fetch()
@@ -279,10 +254,13 @@ def test_a_file_that_stays_wrong_is_an_error_and_not_left_under_its_name(fetch, 
     assert not list((folder / ".download").glob("*.part"))
     assert not (folder / ".download/download.json").exists()
     hub.corrupt.clear()
+    hub.statuses[BIG] = [(404, {"X-Error-Code": "EntryNotFound"})]
+    with pytest.raises(BadInputError, match=r"part 1\.parquet: the hub lists it but does not have it"):
+        fetch()
     hub.requests.clear()
     fetch()
     assert content(folder) == FILES
-    assert [request.name for request in hub.requests if request.name] == [BIG]
+    assert files_asked(hub) == [BIG]
 
 
 # ---- one commit ------------------------------------------------------------------------------------------------
@@ -310,7 +288,7 @@ def test_update_replaces_what_changed_and_keeps_the_rest(fetch, hub, folder):
     fetch(update=True)
     assert content(folder) == newer
     assert manifest(folder)["commit"] == new
-    assert {request.name for request in hub.requests if request.name} == {"README.md", "new.txt"}
+    assert set(files_asked(hub)) == {"README.md", "new.txt"}
 
 
 def test_another_revision_or_repo_is_not_mixed_into_a_folder(fetch, hub):
@@ -327,13 +305,23 @@ def test_another_revision_or_repo_is_not_mixed_into_a_folder(fetch, hub):
 # ---- what is refused -------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_repo_and_an_unknown_revision_say_what_to_check(fetch, folder):
-    with pytest.raises(BadInputError, match=r"has no dataset me/nothing.*--type model"):
-        fetch(repo="me/nothing")
-    with pytest.raises(BadInputError, match=r"has no such revision.*--revision"):
-        fetch(revision="v9")
-    with pytest.raises(UsageError, match=r"is not a valid repo name"):
-        fetch(repo="a/b/c")
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"repo": "me/nothing"}, BadInputError, r"has no dataset me/nothing.*--type model"),
+        ({"revision": "v9"}, BadInputError, r"has no such revision.*--revision"),
+        ({"repo": "a/b/c"}, UsageError, r"is not a valid repo name"),
+        (
+            {"endpoint": "http://127.0.0.1:9", "retries": 1},
+            UserError,
+            r"connection to http://127\.0\.0\.1:9 failed.*--endpoint",
+        ),
+        ({"endpoint": "mirror.example"}, UsageError, "is not an address"),
+    ],
+)
+def test_what_is_not_there_says_what_to_check(fetch, folder, asked, error, words):
+    with pytest.raises(error, match=words):
+        fetch(**asked)
     assert not folder.exists()
 
 
@@ -350,13 +338,6 @@ def test_a_gated_repo_asks_for_a_token_which_a_mirror_gets_only_by_name(fetch, h
         fetch(token_env="MINE")
     fetch(token_env="HF_TOKEN")
     assert content(folder) == FILES
-
-
-def test_an_endpoint_that_does_not_answer_is_named(fetch):
-    with pytest.raises(UserError, match=r"connection to http://127\.0\.0\.1:9 failed.*--endpoint"):
-        fetch(endpoint="http://127.0.0.1:9", retries=1)
-    with pytest.raises(UsageError, match="is not an address"):
-        fetch(endpoint="mirror.example")
 
 
 def test_patterns_that_match_nothing_show_what_there_is(fetch):
@@ -389,13 +370,6 @@ def test_a_disk_without_the_room_is_refused_before_anything_is_fetched(fetch, hu
     fetch(include=("en/*",))
 
 
-def test_a_listed_file_that_is_not_there_does_not_hold_up_the_others(fetch, hub, folder):
-    hub.statuses[BIG] = [(404, {"X-Error-Code": "EntryNotFound"})]
-    with pytest.raises(BadInputError, match=r"part 1\.parquet: the hub lists it but does not have it"):
-        fetch()
-    assert content(folder).keys() == FILES.keys() - {BIG}
-
-
 @pytest.mark.parametrize("size", [-1, 10**17, 10**30, "5", None, True, 1.5, [], {"a": 1}])
 def test_a_size_that_cannot_be_is_a_wrong_answer(fetch, hub, folder, size):
     hub.stated_sizes[BIG] = size
@@ -404,13 +378,10 @@ def test_a_size_that_cannot_be_is_a_wrong_answer(fetch, hub, folder, size):
     assert not folder.exists()
 
 
-def test_a_listing_that_leads_back_to_itself_ends(fetch, hub):
+def test_a_server_that_is_no_hub_is_recognised(fetch, hub):
     hub.endless_listing = True
     with pytest.raises(UserError, match="a listing whose pages lead back to themselves"):
         fetch()
-
-
-def test_a_server_that_is_no_hub_is_recognised(fetch, hub):
     hub.statuses["api"] = [(200, {})]
     with pytest.raises(UserError, match="does not answer like a Hugging Face hub"):
         fetch()
@@ -456,7 +427,7 @@ def arrived(folder: Path) -> list[int]:
 
 
 def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys):
-    files = {"a.bin": noise(800 * KB, 4), "b.bin": noise(800 * KB, 5), "c.txt": b"small"}
+    files = {"a.bin": noise[4], "b.bin": noise[5], "c.txt": b"small"}
     hub.put("me/large", files)
     hub.seconds_per_chunk = 0.05
     words = ["me/large", "--out", folder, "--endpoint", hub.endpoint, "--connections", "3"]
@@ -509,11 +480,3 @@ def test_offline_mode_and_a_missing_library_are_told(hub, folder, monkeypatch, c
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(words) == 3
     assert "pip install 'huggingface_hub" in capsys.readouterr().err
-
-
-def test_the_dry_run_of_the_command_prints_names_and_sizes(hub, folder, capsys):
-    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--out", str(folder)]
-    assert main([*words, "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "zh/part-2.parquet" in out
-    assert "would fetch 2 files, 500.0 KB" in out

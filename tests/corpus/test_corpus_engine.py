@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +23,11 @@ from zero2all.corpus import EngineConfig
 # ---- tasks ----------------------------------------------------------------------------------------------------
 
 
-def run_tasks(function, tasks, workers):
-    with open_engine(EngineConfig("local", workers)) as engine:
-        yield from engine.run(function, tasks)
+@pytest.fixture(scope="module", params=[1, 2])
+def engine(request):
+    """In this process, and with two workers."""
+    with open_engine(EngineConfig("local", request.param)) as opened:
+        yield opened
 
 
 def double(number: int) -> int:
@@ -48,34 +51,32 @@ def die(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_every_task_is_run_and_its_bytes_are_counted(workers):
+def test_every_task_is_run_and_its_bytes_are_counted(engine):
     told = []
-    with open_engine(EngineConfig(workers=workers)) as engine:
-        assert sorted(engine.run(double, range(20), told.append)) == [(n, 2 * n) for n in range(20)]
-        assert sorted(engine.run(double, [5])) == [(0, 10)], "the same workers take the next tasks"
+    assert sorted(engine.run(double, range(20), told.append)) == [(n, 2 * n) for n in range(20)]
+    assert sorted(engine.run(double, [5])) == [(0, 10)], "the same workers take the next tasks"
     assert sum(told) == sum(range(20))
+    for _ in engine.run(double, range(20)):
+        break
+    assert sorted(engine.run(double, range(5))) == [(n, 2 * n) for n in range(5)], "a run given up leaves it usable"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_error_of_a_task_arrives_as_it_was_raised(workers):
+def test_error_of_a_task_arrives_as_it_was_raised(engine):
     with pytest.raises(BadInputError, match="task 3 cannot be done"):
-        list(run_tasks(refuse, [3], workers=workers))
+        list(engine.run(refuse, [3]))
 
 
-def test_task_of_a_killed_worker_is_redone(tmp_path):
+@pytest.mark.parametrize("engine", [2], indirect=True)
+def test_tasks_and_results_may_be_larger_than_a_socket_holds_and_killed_workers_are_replaced(engine, tmp_path):
+    tasks = [bytes([n]) * 3_000_000 for n in range(8)]
+    assert sorted(engine.run(len, tasks)) == [(n, 3_000_000) for n in range(8)]
+    assert [len(result) for _, result in engine.run(large, [3_000_000] * 8)] == [3_000_000] * 8
     marks = [tmp_path / f"{n}" for n in range(3)]
-    assert sorted(run_tasks(die_once, marks, workers=2)) == [(n, f"{n}") for n in range(3)]
+    assert sorted(engine.run(die_once, marks)) == [(n, f"{n}") for n in range(3)]
 
 
 def large(count: int) -> bytes:
     return bytes(count)
-
-
-def test_tasks_and_results_may_be_larger_than_a_socket_holds():
-    tasks = [bytes([n]) * 3_000_000 for n in range(8)]
-    assert sorted(run_tasks(len, tasks, workers=2)) == [(n, 3_000_000) for n in range(8)]
-    assert [len(result) for _, result in run_tasks(large, [3_000_000] * 8, workers=2)] == [3_000_000] * 8
 
 
 class TwoWordsError(Exception):
@@ -93,22 +94,14 @@ def unsendable(_: int) -> object:
     return lambda: None
 
 
-@pytest.mark.parametrize(("function", "words"), [(fail, "good grief"), (unsendable, "pickle")])
-def test_what_cannot_be_sent_back_is_an_error_and_not_a_hang(function, words):
-    with pytest.raises(Exception, match=words):
-        list(run_tasks(function, [1, 2, 3], workers=2))
-
-
-def test_a_run_that_is_given_up_leaves_the_engine_usable():
-    with open_engine(EngineConfig(workers=2)) as engine:
-        for _ in engine.run(double, range(20)):
-            break
-        assert sorted(engine.run(double, range(5))) == [(n, 2 * n) for n in range(5)]
-
-
-def test_worker_that_dies_again_and_again_ends_the_build():
-    with pytest.raises(BadInputError, match=r"killed 4 times in a row.*--workers"):
-        list(run_tasks(die, [1], workers=2))
+@pytest.mark.parametrize("engine", [2], indirect=True)
+@pytest.mark.parametrize(("function", "words"), [(fail, "good grief"), (unsendable, "pickle"), (die, "killed 4 times")])
+def test_what_cannot_be_sent_back_is_an_error_and_not_a_hang(engine, function, words):
+    with pytest.raises(Exception, match=words) as caught:
+        list(engine.run(function, [1, 2, 3]))
+    if function is die:  # again and again
+        assert isinstance(caught.value, BadInputError)
+        assert re.search(r"in a row.*--workers", str(caught.value))
 
 
 def test_problems_of_the_engine_are_told():

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
-from tests.corpus.corpus_helpers import HERE, plain_options
 from zero2all.common.records import iter_records
-from zero2all.corpus import Source, build_corpus, summary_notes
+from zero2all.corpus import summary_notes
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.fold import fold, simplified_of
 
@@ -30,47 +27,33 @@ def traditional(simplified: str) -> str:
     return "".join(TRADITIONAL.get(char, char) for char in simplified)
 
 
-@pytest.mark.parametrize("change", [lambda one: one.translate(WIDE), traditional], ids=["width", "traditional"])
-def test_copies_in_another_width_or_script_are_near_duplicates(tmp_path, write_lines, change):
-    rows = [{"text": text(n)} for n in range(100)] + [{"text": change(text(n))} for n in range(100)]
-    assert rows[0] != rows[100]
-    report = build_corpus(
-        tmp_path / "corpus",
-        [Source("one", write_lines("a.jsonl", rows), "zh")],
-        plain_options(dedup=DedupConfig()),
-        HERE,
-    )
-    assert report["sources"]["one"]["dropped"] == {"near_duplicate": 100}
+def wide(simplified: str) -> str:
+    return simplified.translate(WIDE)
 
 
-def test_such_copies_are_on_one_side_even_without_near_dedup(tmp_path, write_lines):
-    rows = [
-        {"text": change(text(n))} for n in range(100) for change in (str, traditional, lambda one: one.translate(WIDE))
-    ]
-    build_corpus(
-        tmp_path / "corpus", [Source("one", write_lines("a.jsonl", rows), "zh")], plain_options(valid_share=0.3), HERE
-    )
-    sides = {
-        split: {fold(record["content"]) for record in iter_records(tmp_path / "corpus", "one", split)}
+def test_copies_in_another_width_or_script_are_near_duplicates_and_on_one_side_of_the_split(write_lines, build, kept):
+    rows = [{"text": change(text(n))} for n in range(100) for change in (str, traditional, wide)]
+    assert rows[0] != rows[1] != rows[2]
+    path = write_lines("a.jsonl", rows)
+    assert build(path, dedup=DedupConfig())["dropped"] == {"near_duplicate": 200}
+    build(path, valid_share=0.3)
+    sides = [
+        {fold(record["content"]) for record in iter_records(path.parent / "corpus", "one", split)}
         for split in ("train", "valid")
-    }
-    assert len(sides["valid"]) > 10
-    assert not sides["train"] & sides["valid"]
+    ]
+    assert len(sides[1]) > 10
+    assert not sides[0] & sides[1], "even without near duplicates"
 
 
-def test_half_copies_are_reported(tmp_path, write_lines):
+def test_half_copies_are_reported(write_lines, build):
     rows = [{"text": text(n, 1000)} for n in range(100)]
     rows += [{"text": text(n, 1000)[(n % 2) * 500 :][:500]} for n in range(100)]
     rows += [{"text": text(1000 + n, 700)} for n in range(100)]
-    report = build_corpus(
-        tmp_path / "corpus",
-        [Source("one", write_lines("a.jsonl", rows), "zh")],
-        plain_options(dedup=DedupConfig()),
-        HERE,
-    )
-    contained = report["sources"]["one"]["contained"]
+    report = build(write_lines("a.jsonl", rows), dedup=DedupConfig())
+    contained = report["contained"]
     assert contained["looked_up"] == 300
     assert 90 <= contained["records"] <= 100
     assert all(example["gid"] == example["inside"] + 100 for example in contained["examples"])
-    assert any("are contained in a longer record to 80% or more" in note for note in summary_notes(report))
-    assert report["sources"]["one"]["records_kept"] == 300, "reported, not dropped"
+    notes = summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []})
+    assert any("are contained in a longer record to 80% or more" in note for note in notes)
+    assert report["records_kept"] == 300, "reported, not dropped"

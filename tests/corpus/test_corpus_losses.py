@@ -1,22 +1,24 @@
-"""What cannot be read is named, counted and weighed; what the build itself ran into is not blamed on the input."""
+"""What cannot be read is named, counted and weighed; masked secrets stand in nothing that a build leaves."""
 
 from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import os
 import random
-import tarfile
+from pathlib import Path
 
 import pytest
 
-from tests.corpus.corpus_helpers import HERE, plain_options
+from tests.corpus.corpus_helpers import HERE, plain_options, tree
+from tests.corpus.readers.reader_samples import PACKS, parquet
 from zero2all.common.errors import BadInputError, DiskError
 from zero2all.common.files import read_json, write_json
 from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus import finish as finish_module
+from zero2all.corpus.clean.cleaner import Cleaner, mask_text
+from zero2all.corpus.clean.config import Mask, build_config, default_config
 from zero2all.corpus.readers import plan as plan_module
 from zero2all.corpus.readers import streams as streams_module
 
@@ -47,14 +49,7 @@ def test_what_lies_behind_damage_in_a_compressed_stream_counts_as_lost(tmp_path,
 
 
 def test_what_a_tar_loses_behind_a_damaged_header_counts_as_lost(tmp_path, build):
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for number in range(10):
-            info = tarfile.TarInfo(f"{number}.jsonl")
-            data = lines(300, number)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    whole = packed.getvalue()
+    whole = PACKS[".tar"]({f"{number}.jsonl": lines(300, number) for number in range(10)})
     third = whole.index(b"2.jsonl\0")
     broken = whole[:third] + random.Random(1).randbytes(len(whole) - third)
     for name, data in {"a.tar": broken, "a.tar.gz": gzip.compress(broken)}.items():
@@ -93,13 +88,8 @@ def test_unreadable_file_stops_the_build_and_is_tried_again(
 
 
 def test_full_disk_of_temporary_files_is_no_damage_of_the_input(tmp_path, build, monkeypatch):
-    import pyarrow
-    import pyarrow.parquet
-
-    packed = io.BytesIO()
-    texts = [f"{n} {random.Random(n).randbytes(300).hex()}" for n in range(1000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), packed)
-    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(packed.getvalue()))
+    rows = [{"text": f"{n} {random.Random(n).randbytes(300).hex()}"} for n in range(1000)]
+    (tmp_path / "a.parquet.gz").write_bytes(gzip.compress(parquet(rows)))
     with monkeypatch.context() as patch:
         patch.setattr(streams_module.tempfile, "TemporaryFile", lambda: open("/dev/full", "wb"))  # noqa: SIM115
         with pytest.raises(DiskError, match="disk for temporary files"):
@@ -136,7 +126,7 @@ def test_leftover_of_a_killed_writer_does_not_get_into_the_corpus(tmp_path, buil
     assert not [name for name in read_json(tmp_path / "corpus/one/manifest.json")["files"] if "partial" in name]
 
 
-def test_kept_build_gives_its_clusters_to_every_format(tmp_path):
+def test_kept_build_gives_its_clusters_to_every_format(tmp_path, build):
     (tmp_path / "a.jsonl").write_bytes(lines(100) + lines(100))
     clusters = []
     sources = [Source("a", tmp_path / "a.jsonl", "en")]
@@ -145,10 +135,6 @@ def test_kept_build_gives_its_clusters_to_every_format(tmp_path):
         clusters.append((tmp_path / "corpus/clusters.jsonl").read_bytes())
     assert clusters[0].count(b"\n") == 100
     assert clusters == clusters[:1] * 3
-
-
-def test_two_sources_with_one_number_are_refused(tmp_path, build):
-    (tmp_path / "a.jsonl").write_bytes(lines(100))
     write_json(tmp_path / "corpus/sources.json", {"one": 0, "two": 0})
     with pytest.raises(BadInputError, match="a number of its own"):
         build(tmp_path / "a.jsonl")
@@ -172,3 +158,47 @@ def test_text_named_json_and_bad_bytes_are_read_counted_and_said(tmp_path, build
         assert f"one: {name}: read as plain text: the name says JSON, but the file holds none" in notes
     assert "one: 1 character in 1 record could not be decoded and became U+FFFD" in notes
     assert kept()[2]["content"].endswith("\ufffd")
+
+
+# ---- secrets ------------------------------------------------------------------------------------------------
+
+
+# Made up for this test.
+SECRETS = ("11010519491231002X", "13800138000", "AKIA" + "QEXAMPLEABCDEFGH", "someone@mail.example.com")
+SECRET = f"see {' and '.join(SECRETS)} here"
+MASKS = {"emails": True, "phones": True, "id_numbers": True, "keys": True}
+PROSE = "It was the best of times, and it was the worst of times, as everybody in the town said of it. "
+
+
+def test_no_field_sample_or_list_shows_a_secret(tmp_path: Path) -> None:
+    record = {"title": SECRET, "category": SECRET, "desc": SECRET, "phone": 13800138000, SECRETS[1]: [{"deep": SECRET}]}
+    rows = [json.dumps({**record, "text": f"{n} {PROSE * 3} {n} {SECRET}"}) for n in range(30)]
+    rows.append(rows[7])  # a duplicate
+    rows.append(json.dumps({**record, "text": f"short {SECRET}"}))
+    rows.append(json.dumps({**record, "text": {"not": SECRET}}))
+    rows.append('{"text": "cut off ' + SECRET)
+    rows.append('{"text": "' + "x " * 93 + SECRETS[1] + " the excerpt of this ends inside the number")
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    clean = {"mask": MASKS, "too_short": {"on": True, "min_chars": 150}}
+    options = plain_options(max_damaged_share=0.5, clean=clean)
+    report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.jsonl", "en")], options, HERE, True)
+    source = report["sources"]["a"]
+    assert source["dropped"].keys() >= {"duplicate", "too_short"}
+    assert source["quarantined"] == 3
+    assert source["masked"]["keys"] == 31 * 5, "in the text and four fields of every record that passed cleaning"
+    for name, data in tree(tmp_path / "corpus").items():
+        for secret in (*SECRETS, SECRETS[1][:7]):
+            assert secret.encode() not in data, f"{secret} stands in {name}"
+    assert b"<tel>" in (tmp_path / "corpus/quarantine/a.jsonl").read_bytes()
+
+
+def test_without_masks_other_fields_are_left_as_they_are() -> None:
+    cleaner = Cleaner(default_config("en"))
+    assert not cleaner.masks
+    assert cleaner.mask({"phone": 13800138000, "a": [SECRET]}) == {"phone": 13800138000, "a": [SECRET]}
+
+
+def test_the_scan_does_not_overlook_a_key_without_digits() -> None:
+    text = f"{PROSE} {SECRETS[2]} {PROSE}"
+    (cleaned,) = Cleaner(build_config("en", {"mask": {"keys": True}}, "clean", []), "en").clean([text])
+    assert (cleaned.text, cleaned.masked) == (mask_text(text, Mask(keys=True))[0].strip(), {"keys": 1})

@@ -104,10 +104,14 @@ def test_page_stands_alone_and_escapes_what_it_shows(hostile):
     assert "invalid_json" in found.words
 
 
-def test_page_shows_both_identities_in_figures():
-    words = Page(report_html(whole_report({"a": source_report(), "b": source_report()}))).words
+def test_page_shows_both_identities_in_figures_and_says_so_when_a_sum_is_wrong():
+    report = whole_report({"a": source_report(), "b": source_report()})
+    words = Page(report_html(report)).words
     assert "20 in = 14 kept + 4 dropped + 2 quarantined ✓ adds up" in words
     assert "1,920 in = 1,400 kept + 400 dropped + 20 quarantined + 100 repaired ✓ adds up" in words
+    report = whole_report({"a": source_report()})
+    report["sources"]["a"]["records_kept"] = 6
+    assert "10 in = 6 kept + 2 dropped + 1 quarantined ✗ does not add up" in Page(report_html(report)).words
 
 
 def test_page_follows_the_language(monkeypatch):
@@ -125,12 +129,6 @@ def test_page_follows_the_language(monkeypatch):
     assert [found[0] for text in shown for found in re.finditer(r"[a-z]{2,}(?: [a-z]+){2,}", text)] == []
     assert ("lang", "zh") in page.attributes
     assert "20 读入 = 14 保留 + 4 丢弃 + 2 隔离 ✓ 吻合" in page.words
-
-
-def test_page_says_so_when_a_sum_is_wrong():
-    report = whole_report({"a": source_report()})
-    report["sources"]["a"]["records_kept"] = 6
-    assert "10 in = 6 kept + 2 dropped + 1 quarantined ✗ does not add up" in Page(report_html(report)).words
 
 
 def test_page_has_everything_the_report_says_of_a_source():

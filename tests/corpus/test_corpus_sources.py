@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import io
 import json
 import re
 import shlex
-import tarfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.corpus.corpus_helpers import HERE, plain_options
+from tests.corpus.readers.reader_samples import PACKS
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records, text_template, training_text
@@ -27,29 +27,16 @@ from zero2all.corpus import (
     source_from_path,
     summary_notes,
 )
-from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.sources import guess_mapping
 from zero2all.tokenizer.parts import corpus_parts
 
 
-def test_path_with_colons_that_exists_is_taken_whole(tmp_path):
-    path = tmp_path / "a:zh"
-    path.write_text("x")
-    assert parse_source(f"news={path}") == Source("news", path)
-    assert parse_source(f"news={path}:en") == Source("news", path, "en")
-    assert parse_source("news=absent:dir/file.txt").channel is None
-
-
-@pytest.mark.parametrize("text", ["data.jsonl", "news=", ""])
-def test_text_without_name_and_path_is_refused_with_an_example(text):
-    with pytest.raises(UsageError, match=r"NAME=PATH.*for example"):
-        parse_source(text)
-
-
-def test_source_is_named_after_its_path(tmp_path):
-    assert source_from_path(tmp_path / "My news.jsonl").name == "My_news"
-    assert source_from_path(tmp_path / "百科.json").name == "百科"
-    assert source_from_path(tmp_path / "quarantine").name == "quarantine_data"
+def test_source_is_named_after_its_path_and_text_without_a_name_refused_with_an_example(tmp_path):
+    for name, expected in (("My news.jsonl", "My_news"), ("百科.json", "百科"), ("quarantine", "quarantine_data")):
+        assert source_from_path(tmp_path / name).name == expected
+    for text in ("data.jsonl", "news=", ""):
+        with pytest.raises(UsageError, match=r"NAME=PATH.*for example"):
+            parse_source(text)
 
 
 def test_all_problems_are_told_together(tmp_path):
@@ -62,29 +49,27 @@ def test_all_problems_are_told_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"),
+    ("row", "given", "expected"),
     [
-        ({"id": 1, "url": "u", "title": "t", "text": "x"}, {"content": "text", "title": "title"}),
+        ({"id": 1, "url": "u", "title": "t", "text": "x"}, None, {"content": "text", "title": "title"}),
         (
             {"qid": 1, "category": "c", "title": "q", "desc": "d", "answer": "a"},
+            None,
             {"content": "answer", "title": "title", "category": "category", "desc": "desc"},
         ),
-        ({"INSTRUCTION": "q", "RESPONSE": "a"}, {"content": "RESPONSE", "title": "INSTRUCTION"}),
-        ({"repo": "r", "path": "a.py", "content": "x = 1"}, {"content": "content", "title": "path"}),
-        ({"text": ["a", "b"], "n": 1}, {"content": "text"}),
-        ({"text": 5, "n": 1}, None),
-        ({"x": "a", "y": "b"}, None),
+        ({"INSTRUCTION": "q", "RESPONSE": "a"}, None, {"content": "RESPONSE", "title": "INSTRUCTION"}),
+        ({"repo": "r", "path": "a.py", "content": "x = 1"}, None, {"content": "content", "title": "path"}),
+        ({"text": ["a", "b"], "n": 1}, None, {"content": "text"}),
+        ({"text": 5, "n": 1}, None, None),
+        ({"x": "a", "y": "b"}, None, None),
+        # Given fields win, and the rest is guessed.
+        ({"text": "a", "note": "b", "title": "t"}, {"content": "note"}, {"content": "note", "title": "title"}),
+        ({"text": "a", "note": "b", "title": "t"}, {"content": "absent"}, {"content": "text", "title": "title"}),
+        ({"note": "this"}, {"content": "absent"}, None),
     ],
 )
-def test_fields_are_recognised_by_name(row, expected):
-    assert guess_mapping([row], None) == expected
-
-
-def test_given_fields_win_and_the_rest_is_guessed():
-    row = {"text": "not this", "note": "this", "title": "t"}
-    assert guess_mapping([row], {"content": "note"}) == {"content": "note", "title": "title"}
-    assert guess_mapping([row], {"content": "absent"}) == {"content": "text", "title": "title"}
-    assert guess_mapping([{"note": "this"}], {"content": "absent"}) is None
+def test_fields_are_recognised_by_name(row, given, expected):
+    assert guess_mapping([row], given) == expected
 
 
 def test_a_given_field_is_used_where_it_is_and_must_be_somewhere(tmp_path, write_lines, build, kept):
@@ -123,18 +108,8 @@ def test_mapping_is_read_from_text():
 def test_record_has_all_fields_and_keeps_the_rest_under_others(write_lines, build, kept):
     path = write_lines("a.jsonl", [{"id": "x7", "title": "T", "topic": "C", "summary": "D", "text": "正文", "n": [1]}])
     report = build(path)
-    assert kept() == [
-        {
-            "gid": 0,
-            "id": 0,
-            "data_src": "one",
-            "category": "C",
-            "title": "T",
-            "content": "正文",
-            "desc": "D",
-            "others": {"id": "x7", "n": [1]},
-        }
-    ]
+    record = {"gid": 0, "id": 0, "data_src": "one", "category": "C", "title": "T", "content": "正文", "desc": "D"}
+    assert kept() == [{**record, "others": {"id": "x7", "n": [1]}}]
     assert report["mappings"] == [{"content": "text", "title": "title", "category": "topic", "desc": "summary"}]
     assert "正文".encode() in (path.parent / "corpus/one/train/part-00000.jsonl").read_bytes(), "not escaped to ASCII"
 
@@ -154,19 +129,13 @@ def test_missing_and_empty_texts_are_told_apart(write_lines, build, quarantined)
     assert quarantined()[0]["detail"] == "fields: other"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "channel"),
-    [
-        ("a.txt", "The cat sat. 猫", "en"),
-        ("a.txt", "北京是中国的首都。Beijing", "zh"),
-        ("a.py", "# 注释\nprint()", "code"),
-    ],
-)
-def test_channel_is_guessed_from_the_text_and_said(tmp_path, build, name, text, channel):
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    report = build(tmp_path / name)
-    assert (report["channel"], report["channel_guessed"]) == (channel, True)
-    assert json.loads((tmp_path / "corpus/one/manifest.json").read_text())["channel"] == channel
+def test_channel_is_guessed_from_the_text_and_said(tmp_path, build):
+    texts = {"en.txt": "The cat sat. 猫", "zh.txt": "北京是中国的首都。Beijing", "code.py": "# 注释\nprint()"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        report, channel = build(tmp_path / name), name.partition(".")[0]
+        assert (report["channel"], report["channel_guessed"]) == (channel, True)
+        assert json.loads((tmp_path / "corpus/one/manifest.json").read_text())["channel"] == channel
 
 
 def test_a_field_inside_another_can_be_mapped(write_lines, build, kept):
@@ -182,97 +151,82 @@ def test_a_field_inside_another_can_be_mapped(write_lines, build, kept):
 
 def test_no_text_field_in_a_compressed_archive_is_told_before_it_is_read(tmp_path, build, monkeypatch):
     rows = b"".join(json.dumps({"id": n, "note": f"words {n}"}).encode() + b"\n" for n in range(20_000))
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
-        info = tarfile.TarInfo("a.jsonl")
-        info.size = len(rows)
-        tar.addfile(info, io.BytesIO(rows))
+    (tmp_path / "a.tar.gz").write_bytes(PACKS[".tar.gz"]({"a.jsonl": rows}))
     monkeypatch.setattr("zero2all.corpus.build.ingest_unit", None)
     with pytest.raises(BadInputError, match=r"no text field was found in a.tar.gz/a.jsonl.*note"):
         build(tmp_path / "a.tar.gz")
 
 
 def test_an_archive_that_begins_without_texts_is_read(tmp_path, build):
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
-        for number in range(6000):
-            data = b'{"id": 1}' if number < 5000 else b'{"text": "words %d"}' % number
-            info = tarfile.TarInfo(f"{number:05d}.json")
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
+    members = {f"{n:05d}.json": b'{"id": 1}' if n < 5000 else b'{"text": "words %d"}' % n for n in range(6000)}
+    (tmp_path / "a.tar.gz").write_bytes(PACKS[".tar.gz"](members))
     assert build(tmp_path / "a.tar.gz", max_damaged_share=1)["records_kept"] == 1000
 
 
 QUESTIONS = [
-    {
-        "title": f"怎样养花{n}？",
-        "desc": f"我家的花总是第{n}天枯萎，不知道为什么。",
-        "answer": f"多晒太阳，每隔{n}天浇一次水就可以了。" * 3,
-    }
+    {"title": f"怎样养花{n}？", "desc": f"我家的花总是第{n}天枯萎，不知道为什么。", "answer": "多晒太阳，" * 9 + f"{n}"}
     for n in range(30)
 ]
 
 
-def build_questions(tmp_path, name="qa", **options):
+def build_questions(tmp_path, **options):
     path = tmp_path / "qa.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in QUESTIONS), encoding="utf-8")
-    settings = BuildOptions(rules="none", dedup=DedupConfig(near="off"), **options.pop("build", {}))
-    build_corpus(tmp_path / "corpus", [Source(name, path, "zh", **options)], settings)
-    manifest = corpus_sources(tmp_path / "corpus")[name]
-    record = next(iter_records(tmp_path / "corpus", name, "train"))
-    return text_template(manifest), training_text(record, text_template(manifest))
+    settings = plain_options(**options.pop("build", {}))
+    build_corpus(tmp_path / "corpus", [Source("qa", path, "zh", **options)], settings, HERE)
+    template = text_template(corpus_sources(tmp_path / "corpus")["qa"])
+    return template, training_text(next(iter_records(tmp_path / "corpus", "qa", "train")), template)
 
 
 def test_the_question_of_a_question_site_is_part_of_its_training_text(tmp_path):
     template, text = build_questions(tmp_path)
     assert template == "{title}\n{desc}\n{content}"
     assert text.startswith("怎样养花0？\n我家的花总是第0天枯萎，不知道为什么。\n多晒太阳")
-    packed_text = next(corpus_parts(tmp_path / "corpus", None)[0][0].texts())
-    assert packed_text == text
-
-
-def test_a_template_of_ones_own_is_kept_by_every_format_and_changing_it_builds_again(tmp_path):
-    own = "问：{title}\n{desc}\n答：{content}"
-    _, text = build_questions(tmp_path, training_text=own)
+    assert next(corpus_parts(tmp_path / "corpus", None)[0][0].texts()) == text
+    # A template of one's own is kept by every format, and changing it builds again.
+    _, text = build_questions(tmp_path, training_text=QA)
     assert text.startswith("问：怎样养花0？\n我家的花总是第0天枯萎，不知道为什么。\n答：多晒太阳")
-    template, in_txt = build_questions(tmp_path, training_text=own, build={"format": "txt"})
+    template, in_txt = build_questions(tmp_path, training_text=QA, build={"format": "txt"})
     assert (template, in_txt) == ("{content}", text)
     assert build_questions(tmp_path, training_text="{content}")[1].startswith("多晒太阳")
 
 
-def test_empty_fields_and_repetitions_leave_no_trace():
-    template = "问：{title}\n{desc}\n答：{content}"
-    assert training_text({"title": "A", "desc": "", "content": "C"}, template) == "问：A\n答：C"
-    assert training_text({"title": "", "desc": None, "content": "C"}, template) == "答：C"
-    assert training_text({"title": "A", "desc": "A b", "content": "C"}, template) == "A b\n答：C"
-    assert training_text({"title": "A", "desc": "B", "content": "B c"}, "{title}\n{desc}\n{content}") == "A\nB c"
-    assert training_text({"content": "C"}, "{content}\n完") == "C\n完"
+QA = "问：{title}\n{desc}\n答：{content}"
 
 
-def test_a_description_may_be_a_list_of_texts_or_a_number_and_the_plan_names_the_training_text(tmp_path, capsys):
-    path = tmp_path / "own.jsonl"
-    rows = [{"title": f"Number {n}", "desc": desc, "content": f"The text number {n}."} for n, desc in enumerate(DESCS)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    open_workspace(tmp_path / "work", create=True)
+@pytest.mark.parametrize(
+    ("record", "template", "text"),
+    [
+        ({"title": "A", "desc": "", "content": "C"}, QA, "问：A\n答：C"),
+        ({"title": "", "desc": None, "content": "C"}, QA, "答：C"),
+        ({"title": "A", "desc": "A b", "content": "C"}, QA, "A b\n答：C"),
+        ({"title": "A", "desc": "B", "content": "B c"}, "{title}\n{desc}\n{content}", "A\nB c"),
+        ({"content": "C"}, "{content}\n完", "C\n完"),
+        ({"title": "A", "content": "C"}, "{{title}} {content}", "{title} C"),
+        ({"title": "A", "content": "C"}, '{{"q": "{title}", "a": "{content}"}}', '{"q": "A", "a": "C"}'),
+    ],
+)
+def test_empty_fields_and_repetitions_leave_no_trace_and_double_braces_are_text(record, template, text):
+    assert training_text(record, template) == text
+
+
+def test_a_description_may_be_a_list_of_texts_or_a_number_and_the_plan_names_the_training_text(
+    tmp_path, write_lines, capsys
+):
+    descs = (["a", "b"], 12, {"deep": 1}, "plain")
+    rows = [{"title": f"Number {n}", "desc": desc, "content": f"The text number {n}."} for n, desc in enumerate(descs)]
+    path, work = write_lines("own.jsonl", rows), tmp_path / "work"
+    open_workspace(work, create=True)
     said = []
-    settings = BuildOptions(rules="none", dedup=DedupConfig(near="off"), valid_share=0)
-    build_corpus(tmp_path / "work/corpus", [Source("own", path, "en")], settings, announce=said.append)
+    build_corpus(work / "corpus", [Source("own", path, "en")], plain_options(valid_share=0), HERE, announce=said.append)
     assert "training text {title}\\n{content}" in said[0]
-    records = list(iter_records(tmp_path / "work/corpus", "own", "train"))
+    records = list(iter_records(work / "corpus", "own", "train"))
     assert [record["desc"] for record in records] == ["a\nb", "12", "", "plain"]
     assert records[2]["others"] == {"desc": {"deep": 1}}
-    own = "{title}|{desc}|{content}"
-    build_corpus(tmp_path / "work/corpus", [Source("own", path, "en", training_text=own)], settings)
-    capsys.readouterr()
-    assert main(["corpus", "show", "--gid", "1", "--work", str(tmp_path / "work")]) == 0
+    own = Source("own", path, "en", training_text="{title}|{desc}|{content}")
+    build_corpus(work / "corpus", [own], plain_options(valid_share=0), HERE)
+    assert main(["corpus", "show", "--gid", "1", "--work", str(work)]) == 0
     assert "training text {title}|{desc}|{content}\nNumber 1|12|The text number 1." in capsys.readouterr().out
-
-
-DESCS = (["a", "b"], 12, {"deep": 1}, "plain")
-
-
-def test_double_braces_are_text():
-    record = {"title": "A", "content": "C"}
-    assert training_text(record, "{{title}} {content}") == "{title} C"
-    assert training_text(record, '{{"q": "{title}", "a": "{content}"}}') == '{"q": "A", "a": "C"}'
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from tests.corpus.corpus_helpers import HERE
 from zero2all.cli.main import main
 from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import BadInputError
@@ -32,9 +33,8 @@ from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 
 ITEMS, PLANTED, DOCUMENTS = 300, 30, 150
-WORDS = (
-    *("river", "stone", "lantern", "quiet", "marble", "copper", "window", "basket"),
-    *("thunder", "meadow", "silver", "anchor", "candle", "garden", "orchard"),
+WORDS = str.split(
+    "river stone lantern quiet marble copper window basket thunder meadow silver anchor candle garden orchard"
 )
 HAN = "山水风云花鸟草木江河湖海日月星辰春夏秋冬东西南北天地人和书画琴棋诗酒茶"
 
@@ -48,9 +48,15 @@ def han(rng, count):
 
 
 def code(rng, count):
-    return "\n".join(
-        f"    total_{rng.randrange(99)} = f{rng.randrange(99)}(x[{rng.randrange(99)}])" for _ in range(count)
-    )
+    return "\n".join("    total_{} = f{}(x[{}])".format(*(rng.randrange(99) for _ in range(3))) for _ in range(count))
+
+
+def corpus_of(folder, texts):
+    (folder / "web.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    workspace = open_workspace(folder / "work", create=True)
+    options = BuildOptions(valid_share=0, rules="none")
+    build_corpus(workspace.corpus, [Source("web", folder / "web.jsonl", "en")], options, HERE)
+    return workspace
 
 
 def make_item(number, rng):
@@ -80,16 +86,12 @@ def planted(tmp_path_factory):
     for place, number in zip(rng.sample(range(DOCUMENTS), PLANTED), chosen, strict=True):
         texts[place] += "\n" + as_found(items[number].question, number) + "\n" + words(rng, 20)
     folder = tmp_path_factory.mktemp("planted")
-    raw = folder / "web.jsonl"
-    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    workspace = open_workspace(folder / "work", create=True)
-    build_corpus(workspace.corpus, [Source("web", raw, "en")], BuildOptions(valid_share=0, rules="none"))
     exam = folder / "benchmarks" / "exam" / "test.jsonl"
     exam.parent.mkdir(parents=True)
     fields = ("id", "question", "answer", "language")
     rows = [{name: getattr(item, name) for name in fields} for item in items]
     exam.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return workspace, Task("exam", "en", tuple(items)), {items[number].id for number in chosen}
+    return corpus_of(folder, texts), Task("exam", "en", tuple(items)), {items[number].id for number in chosen}
 
 
 def test_planted_items_are_found_while_packing_and_none_of_the_others(planted, capsys):
@@ -117,15 +119,17 @@ def test_planted_items_are_found_while_packing_and_none_of_the_others(planted, c
 
 def test_several_processes_and_pieces_find_the_same(planted, monkeypatch):
     workspace, task, _ = planted
-    alone = find_contamination(workspace, [task])["tasks"]
+    alone = find_contamination(workspace, [task], HERE)["tasks"]
     monkeypatch.setattr(contamination, "PIECE_BYTES", 100_000)
     assert find_contamination(workspace, [task], EngineConfig(workers=2))["tasks"] == alone
+    with pytest.raises(BadInputError, match="no items to search for"):
+        find_contamination(workspace, [Task("empty", "en", ())])
 
 
 def test_a_later_pass_adds_to_the_report_until_the_corpus_is_another_one(planted, capsys):
     workspace, task, expected = planted
-    find_contamination(workspace, [task])
-    find_contamination(workspace, [Task("other", "en", task.items[:5])])
+    find_contamination(workspace, [task], HERE)
+    find_contamination(workspace, [Task("other", "en", task.items[:5])], HERE)
     report = read_contamination(workspace)
     assert set(report["tasks"]) == {"exam", "other"}
     found = contaminated_ids(report, task)
@@ -139,11 +143,6 @@ def test_a_later_pass_adds_to_the_report_until_the_corpus_is_another_one(planted
     path.write_text(json.dumps(report | {"rules": 1}))
     assert read_contamination(workspace) is None
     assert "rules of an earlier version" in capsys.readouterr().err
-
-
-def test_no_items_are_refused(planted):
-    with pytest.raises(BadInputError, match="no items to search for"):
-        find_contamination(planted[0], [Task("empty", "en", ())])
 
 
 def test_accuracy_is_split_into_clean_and_dirty_and_weak_hits_stand_apart():
@@ -208,24 +207,14 @@ def read(tmp_path_factory):
         if kind == "stock":
             text = text.replace("'", "").replace("-", "")  # words that the edit joins
         texts[place] += "\n" + text
-    folder = tmp_path_factory.mktemp("reading")
-    raw = folder / "web.jsonl"
-    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    workspace = open_workspace(folder / "work", create=True)
-    build_corpus(workspace.corpus, [Source("web", raw, "en")], BuildOptions(valid_share=0, rules="none"))
-    return find_contamination(workspace, [Task("reading", "zh", tuple(items))])["tasks"]["reading"], planted
+    workspace = corpus_of(tmp_path_factory.mktemp("reading"), texts)
+    return find_contamination(workspace, [Task("reading", "zh", tuple(items))], HERE)["tasks"]["reading"], planted
 
 
 def test_an_item_is_dirty_where_what_identifies_it_is_found_and_not_where_a_common_phrase_is(read):
     report, planted = read
-    found = set(report["dirty_items"])
-    assert len(found & set(planted)) / len(planted) == 1.0, "recall"
-    assert len(found & set(planted)) / len(found) == 1.0, "precision"
+    assert set(report["dirty_items"]) == set(planted), "recall and precision are 1"
     assert report["dirty"] == len(planted)
-
-
-def test_what_was_found_of_an_item_is_named_and_common_phrases_are_weak_hits(read):
-    report, _ = read
     where = {name: entry["found"] for name, entry in report["dirty_items"].items()}
     assert all(found == ["passage"] for name, found in where.items() if name.startswith("c3"))
     assert all("options" in found for name, found in where.items() if name.startswith("piqa"))
@@ -238,9 +227,8 @@ def test_what_was_found_of_an_item_is_named_and_common_phrases_are_weak_hits(rea
     assert shown[1].split() == ["reading", "160", "40", "25.0%", f"{len(weak)}"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "one", "other", "same"),
-    [
+def test_what_counts_as_the_same_text():
+    for kind, one, other, same in (
         ("words", "The  Cat, sat!", "the cat\nsat", True),
         ("words", "don't well-known", "dont wellknown", True),
         ("words", "the cat sat", "the cat set", False),
@@ -249,12 +237,10 @@ def test_what_was_found_of_an_item_is_named_and_common_phrases_are_weak_hits(rea
         ("tokens", "if x_1:\n\treturn y", "if x_1 : return y", True),
         ("tokens", "f(X)", "f(x)", False),
         ("tokens", "a_b", "a b", False),
-    ],
-)
-def test_what_counts_as_the_same_text(kind, one, other, same):
-    first, second = (units_of([text], kind) for text in (one, other))
-    hashes = [run_hashes(units, len(units.hashes)).tolist() for units in (first, second)]
-    assert (hashes[0] == hashes[1]) is same
+    ):
+        first, second = (units_of([text], kind) for text in (one, other))
+        hashes = [run_hashes(units, len(units.hashes)).tolist() for units in (first, second)]
+        assert (one, hashes[0] == hashes[1]) == (one, same)
 
 
 def test_a_run_does_not_go_on_from_one_document_into_the_next():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import zipfile
 
 import pytest
 
-from tests.corpus.hub_server import HubServer
+from tests.corpus.hub_server import hub_alone
+from tests.corpus.readers.reader_samples import zip_of
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.evals.download import SOURCES, download_benchmark
@@ -18,31 +17,19 @@ from zero2all.evals.tasks.list import READERS
 TABLE = ",Question,A,B,C,D,Answer\n0,天？,蓝,绿,红,黄,A\n".encode()
 
 
-@pytest.fixture
-def archive():
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as packed:
-        packed.writestr("test/agronomy.csv", TABLE)
-        packed.writestr("dev/agronomy.csv", TABLE)
-    return file.getvalue()
+ARCHIVE = zip_of({f"{split}/agronomy.csv": TABLE for split in ("test", "dev")})
 
 
 @pytest.fixture
-def hub(monkeypatch, archive):
-    for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
-    with HubServer() as server:
-        files = {"cmmlu_v1_0_1.zip": archive, "README.md": b"licence: see here", "cmmlu.py": b"a script"}
+def hub(monkeypatch):
+    files = {"cmmlu_v1_0_1.zip": ARCHIVE, "README.md": b"licence: see here", "cmmlu.py": b"a script"}
+    with hub_alone(monkeypatch) as server:
         server.put(SOURCES["cmmlu"].repo, files)
         yield server
 
 
-def test_every_benchmark_that_can_be_read_can_be_fetched():
-    assert SOURCES.keys() == READERS.keys()
-
-
-def test_a_benchmark_is_fetched_read_and_described(hub, tmp_path, archive, monkeypatch, capsys):
+def test_a_benchmark_is_fetched_read_and_described(hub, tmp_path, monkeypatch, capsys):
+    assert SOURCES.keys() == READERS.keys(), "every benchmark that can be read can be fetched"
     monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
     assert main(["eval", "download", "cmmlu", "--data", str(tmp_path)]) == 0
     said = capsys.readouterr().out
@@ -51,8 +38,8 @@ def test_a_benchmark_is_fetched_read_and_described(hub, tmp_path, archive, monke
     facts = json.loads((tmp_path / "cmmlu/benchmark.json").read_bytes())
     assert (facts["repo"], facts["commit"]) == ("lmlmcat/cmmlu", hub.repos["lmlmcat/cmmlu"].head)
     assert facts["files"].keys() == {"cmmlu_v1_0_1.zip", "README.md"}, "scripts are not wanted"
-    digest = hashlib.sha256(archive).hexdigest()
-    assert facts["files"]["cmmlu_v1_0_1.zip"] == {"bytes": len(archive), "sha256": digest}
+    digest = hashlib.sha256(ARCHIVE).hexdigest()
+    assert facts["files"]["cmmlu_v1_0_1.zip"] == {"bytes": len(ARCHIVE), "sha256": digest}
     asked = len(hub.asked("cmmlu_v1_0_1.zip"))
     download_benchmark("cmmlu", tmp_path, hub.endpoint, lambda _: None)
     assert len(hub.asked("cmmlu_v1_0_1.zip")) == asked, "what is here is not fetched again"
@@ -67,12 +54,9 @@ def test_without_the_hub_it_says_what_to_put_where(hub, tmp_path, monkeypatch):
         download_benchmark("mmlu", tmp_path, hub.endpoint, lambda _: None)
 
 
-def test_an_unknown_name_is_refused(tmp_path):
+def test_an_unknown_name_is_refused_and_the_verbs_of_before_are_answered(tmp_path, capsys):
     with pytest.raises(UsageError, match=r"no benchmark 'cmlu' to download. Did you mean `cmmlu`\?"):
         download_benchmark("cmlu", tmp_path)
-
-
-def test_the_verbs_of_before_are_answered(capsys):
     for words, now in (("eval fetch cmmlu", "eval download"), ("eval export-tasks lm-tasks", "eval RUN --tasks NAMES")):
         assert main(words.split()) == 2
         assert f"is now `z2a {now}`." in capsys.readouterr().err

@@ -57,6 +57,10 @@ def test_texts_to_be_continued_blanks_sentences_and_code():
     assert forms.generate(code, []).prompt == "def f():\n"
 
 
+def asked(**extra):
+    return Item("", "q", answer="x", extra=extra)
+
+
 @pytest.mark.parametrize(
     ("item", "written", "right"),
     [
@@ -65,11 +69,11 @@ def test_texts_to_be_continued_blanks_sentences_and_code():
         (SKY, " A or B", False),
         (SKY, "Blue", False),
         (CHINESE, "A．北京", True),
-        (Item("", "q", answer="x", extra={"number": "1012"}), "3*4 is 12. The answer is 1,012. Or 7", True),
-        (Item("", "q", answer="x", extra={"number": "12"}), "it costs $3 and then $12.00", True),
-        (Item("", "q", answer="x", extra={"number": "12"}), "no idea", False),
-        (Item("", "q", answer="x", extra={"number": "-3"}), "#### -3", True),
-        (Item("", "q", answer="李白", extra={"aliases": ["李白", "诗人李白"]}), "诗人李白。\n问", True),
+        (asked(number="1012"), "3*4 is 12. The answer is 1,012. Or 7", True),
+        (asked(number="12"), "it costs $3 and then $12.00", True),
+        (asked(number="12"), "no idea", False),
+        (asked(number="-3"), "#### -3", True),
+        (asked(aliases=["李白", "诗人李白"]), "诗人李白。\n问", True),
         (Item("", "q", answer="The Cat"), " cat!", True),
         (Item("", "q", answer="cat"), " cats", False),
     ],

@@ -69,20 +69,17 @@ def test_each_form_says_how_many_were_right_beyond_chance(asked_model):
     assert cloze.bits_per_byte == bits.bits_per_byte
 
 
-def test_bits_alone_equal_those_that_the_cloze_form_finds(asked_model):
-    engine = asked_model()
-    alone, beside = judge(engine, [ZH], ["bits"]), judge(engine, [ZH], ["cloze", "bits"])
-    assert alone[0].bits_per_byte == pytest.approx(beside[-1].bits_per_byte)
-
-
-def test_pmi_takes_away_what_is_likely_after_anything(bigram, border_tokenizer, logits):
+def test_pmi_takes_away_what_is_likely_after_anything_and_bits_alone_are_those_of_cloze(
+    bigram, border_tokenizer, logits
+):
     # 北京 is the likeliest after `：` whatever was asked, so PMI sees no reason for it.
-    zh_colon = border_tokenizer.encode_text("：")[-1]
-    logits[zh_colon, border_tokenizer.encode_text("北京")[0]] = 9.0
-    (result,) = [
-        each for each in judge(Engine(bigram(logits, max_seq_len=256)), [ZH], ["cloze"]) if each.form == "cloze_pmi"
-    ]
-    assert all(score == pytest.approx(0.0, abs=1e-4) for each in result.per_item for score in each.scores)
+    logits[border_tokenizer.encode_text("：")[-1], border_tokenizer.encode_text("北京")[0]] = 9.0
+    engine = Engine(bigram(logits, max_seq_len=256))
+    beside = {each.form: each for each in judge(engine, [ZH], ["cloze", "bits"])}
+    scores = [score for each in beside["cloze_pmi"].per_item for score in each.scores]
+    assert scores == pytest.approx([0.0] * len(scores), abs=1e-4)
+    (alone,) = judge(engine, [ZH], ["bits"])
+    assert alone.bits_per_byte == pytest.approx(beside["bits"].bits_per_byte)
 
 
 def test_items_that_cannot_be_asked_are_counted_and_named_and_the_rest_is_judged(asked_model):
@@ -126,22 +123,21 @@ def test_examples_stand_before_the_item(asked_model):
     assert plain.items == two.items == 3
 
 
-def test_last_words_are_right_where_greedy_decoding_writes_them(speller):
+def test_last_words_are_right_where_greedy_decoding_writes_them_and_pairs_where_the_good_one_is_likelier(speller):
     engine = Engine(speller("首都", " Rome"))
-    items = (
-        Item("1", "首都", answer="Rome", shape=CONTINUE),
-        Item("2", "首都", answer="Oslo", shape=CONTINUE),
-    )
+    items = tuple(Item(word, "首都", answer=word, shape=CONTINUE) for word in ("Rome", "Oslo"))
     (result,) = judge(engine, [Task("lambada", "en", items, forms=("bits",))])
     assert [each.correct for each in result.per_item] == [True, False]
     assert (result.accuracy, result.chance) == (0.5, 0.0)
-
-
-def test_a_minimal_pair_is_right_where_the_good_sentence_is_likelier(speller):
-    engine = Engine(speller("首都", " Rome"))
     pairs = (Item("1", "", ("首都 Rome", "Rome 首都"), 0, "首都 Rome", shape=SENTENCE),)
     (cloze, _) = judge(engine, [Task("blimp", "en", pairs, forms=("cloze", "bits"))])
     assert cloze.accuracy == 1.0
+
+
+def test_items_where_a_token_spans_the_border_are_counted(speller):
+    items = (Item("1", "首都是", ("北京", "Rome"), 0, "北京", "zh", shape=CONTINUE),)
+    (cloze,) = judge(Engine(speller("首都", "是北京")), [Task("t", "zh", items)], ["cloze"])
+    assert (cloze.border_spans, cloze.accuracy) == (1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -161,49 +157,30 @@ def test_a_tie_with_a_wrong_option_gives_no_credit(scores, gold, chosen):
     assert (found.chosen, found.correct) == (chosen, chosen == gold)
 
 
-def test_items_where_a_token_spans_the_border_are_counted(speller):
-    engine = Engine(speller("首都", "是北京"))
-    items = (Item("1", "首都是", ("北京", "Rome"), 0, "北京", "zh", shape=CONTINUE),)
-    (cloze,) = judge(engine, [Task("t", "zh", items)], ["cloze"])
-    assert (cloze.border_spans, cloze.accuracy) == (1, 1.0)
-
-
-@pytest.fixture
-def coder(bigram, border_tokenizer, logits):
-    """Writes `1` and ends, whatever comes before."""
+def test_programs_are_run_only_when_asked_for(bigram, border_tokenizer, logits):
     one = border_tokenizer.encode_text("1")[0]
-    logits[:, one] = 9.0
+    logits[:, one] = 9.0  # it writes `1` and ends, whatever comes before
     logits[one] = 0.0
     logits[one, border_tokenizer.end_id] = 9.0
-    return Engine(bigram(logits))
-
-
-def test_programs_are_run_only_when_asked_for(coder):
-    extra = {"test": "def check(f):\n    assert f() == 1\n", "entry_point": "f"}
-    wrong = {"test": "def check(f):\n    assert f() == 2\n", "entry_point": "f"}
-    items = (
-        Item("right", "def f(): return ", answer="1", language="code", extra=extra, shape=CODE),
-        Item("wrong", "def f(): return ", answer="2", language="code", extra=wrong, shape=CODE),
-    )
+    coder = Engine(bigram(logits))
+    items = tuple(
+        Item(name, "def f(): return ", answer=answer, language="code", shape=CODE, extra={
+            "test": f"def check(f):\n    assert f() == {answer}\n", "entry_point": "f"})
+        for name, answer in (("right", "1"), ("wrong", "2"))
+    )  # fmt: skip
     task = Task("humaneval", "code", items, forms=("bits", "generate"))
     (safe,) = judge(coder, [task], ["generate"])
     assert (safe.items, safe.accuracy, safe.skipped) == (0, None, {"code is run only with --run-code": 2})
     (run,) = judge(coder, [task], ["generate"], run_code=True)
-    assert [(each.id, each.correct, each.note) for each in run.per_item] == [
-        ("right", True, "passed"),
-        ("wrong", False, "failed: AssertionError"),
-    ]
-
-
-def test_an_unknown_form_is_refused(coder):
+    found = [(each.id, each.correct, each.note) for each in run.per_item]
+    assert found == [("right", True, "passed"), ("wrong", False, "failed: AssertionError")]
     with pytest.raises(UsageError, match="The forms are cloze, choice, bits, generate"):
         judge(coder, [ZH], ["clozee"])
 
 
 def test_wilson_interval_against_known_values():
-    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
-    assert wilson(10, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    for right, expected in ((0, (0.0, 0.2775)), (5, (0.2366, 0.7634)), (10, (0.7225, 1.0))):
+        assert wilson(right, 10) == pytest.approx(expected, abs=1e-4)
 
 
 def result(task: str, form: str, accuracy: float | None, chance: float = 0.25, rights=()) -> FormResult:
@@ -213,22 +190,15 @@ def result(task: str, form: str, accuracy: float | None, chance: float = 0.25, r
 
 
 def test_the_summary_takes_the_best_form_of_each_task_that_belongs_to_it():
-    results = [
-        result("cmmlu", "cloze", 0.40),
-        result("cmmlu", "choice", 0.25),
-        result("cmmlu", "bits", None),
-        result("ceval", "cloze", 0.10),
-        result("piqa", "cloze", 0.75, 0.5),
-        result("my-own", "cloze", 1.0),
-    ]
-    found = summary(results)
+    forms = [("cmmlu", "cloze", 0.40), ("cmmlu", "choice", 0.25), ("cmmlu", "bits", None), ("ceval", "cloze", 0.10)]
+    forms += [("piqa", "cloze", 0.75, 0.5), ("my-own", "cloze", 1.0)]
+    found = summary([result(*each) for each in forms])
     assert found["zh"] == {"score": pytest.approx((0.2 - 0.2) / 2), "forms": {"cmmlu": "cloze", "ceval": "cloze"}}
     assert found["en"] == {"score": pytest.approx(0.5), "forms": {"piqa": "cloze"}}
 
 
-@pytest.mark.parametrize("options", [2, 4])
-def test_a_guesser_gains_nothing_by_the_choice_of_the_form(options):
-    rng = random.Random(0)
+def test_a_guesser_gains_nothing_by_the_choice_of_the_form_and_a_better_one_is_taken():
+    rng, options = random.Random(0), 4
     scores = []
     for _ in range(150):
         rights = [[rng.randrange(options) == 0 for _ in range(100)] for _ in range(3)]
@@ -237,12 +207,9 @@ def test_a_guesser_gains_nothing_by_the_choice_of_the_form(options):
         scores.append(summary(results)["en"]["score"])
     error = statistics.stdev(scores) / 150**0.5
     assert abs(statistics.fmean(scores)) < 3 * error < 0.04
-
-
-def test_a_form_that_is_better_is_still_taken_and_few_items_are_enough():
     found = summary([result("piqa", "cloze", 0.5, 0.5), result("piqa", "choice", 0.9, 0.5)])["en"]
     assert found == {"score": pytest.approx(0.8), "forms": {"piqa": "choice"}}
-    one = [result("piqa", form, 1.0, 0.5, [True]) for form in ("cloze", "choice")]
+    one = [result("piqa", form, 1.0, 0.5, [True]) for form in ("cloze", "choice")]  # few items are enough
     assert summary(one)["en"] == {"score": 1.0, "forms": {"piqa": "cloze"}}
 
 

@@ -69,17 +69,19 @@ def test_probability_equals_brute_force_over_all_spellings(bigram, random_logits
     assert found == pytest.approx(brute_force(loaded, random_logits, prompt, continuation), rel=1e-5)
 
 
-def test_a_model_certain_of_the_merged_token_is_certain_of_the_continuation(border_tokenizer, speller):
+def test_a_model_certain_of_the_merged_token_is_certain_of_the_continuation(speller):
     # The model writes 首都|是北京 and has never seen 是 alone: the prompt 首都是 must not confuse it.
-    loaded = speller("首都", "是北京")
-    assert probabilities(loaded, "首都是", ["北京"])[0] > 0.999
+    assert probabilities(speller("首都", "是北京"), "首都是", ["北京"])[0] > 0.999
+    engine = Engine(speller("首都", " Rome", "land"))
+    ((right, wrong),) = score_questions(engine, [Question("首都", (" Rome", " Oslo"))])
+    assert (right.is_greedy, set(right.ranks)) == (True, {0})
+    assert not wrong.is_greedy
 
 
 def test_probability_does_not_depend_on_what_else_is_scored(bigram, random_logits):
-    loaded = bigram(random_logits)
-    together = probabilities(loaded, "首都是", ["北京", "Rome", " Romeland and more", "是"])
-    alone = [probabilities(loaded, "首都是", [text])[0] for text in ("北京", "Rome", " Romeland and more", "是")]
-    assert together == pytest.approx(alone, rel=1e-6)
+    loaded, texts = bigram(random_logits), ["北京", "Rome", " Romeland and more", "是"]
+    alone = [probabilities(loaded, "首都是", [text])[0] for text in texts]
+    assert probabilities(loaded, "首都是", texts) == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -106,15 +108,11 @@ def test_unlikely_way_to_spell_the_prompt_counts_where_a_continuation_takes_it(b
     assert probabilities(bigram(logits), " Rom", ["e", "an", "b"]) == pytest.approx([0, 0.5, 0.5], abs=1e-5)
 
 
-def test_impossible_continuation_has_probability_zero_not_an_error(bigram, logits):
+def test_impossible_continuation_has_probability_zero_and_a_text_longer_than_the_model_is_refused(bigram, logits):
     logits[:, 300] = 1e6
     assert probabilities(bigram(logits), "首都是", ["北京"]) == [0.0]
-
-
-def test_text_longer_than_the_model_is_refused(bigram, logits):
-    loaded = bigram(logits)
     with pytest.raises(UsageError, match=r"together may have 64 .*Shorten"):
-        probabilities(loaded, "首都是", ["x" * 80])
+        probabilities(bigram(logits), "首都是", ["x" * 80])
 
 
 def test_many_questions_at_once_and_what_cannot_be_scored(bigram, random_logits):
@@ -141,11 +139,3 @@ def test_many_questions_at_once_and_what_cannot_be_scored(bigram, random_logits)
     exact = continuation_log_probabilities(engine, "首都是", ["北京", "Rome"])
     assert [found.logprob for found in spanning] == pytest.approx(exact, rel=1e-6)
     assert all(found.spans_border and found.token_logprob != found.logprob for found in spanning)
-
-
-def test_a_continuation_is_greedy_where_every_token_is_the_likeliest(speller):
-    ((right, wrong),) = score_questions(
-        Engine(speller("首都", " Rome", "land")), [Question("首都", (" Rome", " Oslo"))]
-    )
-    assert (right.is_greedy, set(right.ranks)) == (True, {0})
-    assert not wrong.is_greedy

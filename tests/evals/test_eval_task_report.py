@@ -17,11 +17,7 @@ NOTHING_ELSE = ("--probes", "none", "--pairs", "none")
 
 @pytest.fixture
 def data(tmp_path):
-    rows = ["question,A,B,answer"]
-    rows += [
-        f"{land}的首都是？,{right},{wrong},A"
-        for land, right, wrong in (("中国", "北京", "巴黎"), ("法国", "巴黎", "北京"))
-    ]
+    rows = ["question,A,B,answer", "中国的首都是？,北京,巴黎,A", "法国的首都是？,巴黎,北京,A"]
     rows += ["日本的首都是？,东京,伦敦,C", f"{'长' * 300}？,东京,伦敦,A"]
     (tmp_path / "data/capitals").mkdir(parents=True)
     (tmp_path / "data/capitals/all.csv").write_text("\n".join(rows), encoding="utf-8")
@@ -34,15 +30,17 @@ def data(tmp_path):
 def eval_run(trained_workspace, tmp_path, data, capsys):
     work = tmp_path / "work"
     shutil.copytree(trained_workspace.root, work)
-    (run,) = (path for path in (work / "runs").iterdir() if path.is_dir())
+    common = ["--work", str(work), "--data", str(data), "--max-bytes", "500", *NOTHING_ELSE]
 
     def ask(*words):
-        code = main(
-            ["eval", run.name, "--work", str(work), "--data", str(data), "--max-bytes", "500", *NOTHING_ELSE, *words]
-        )
-        return code, capsys.readouterr(), run
+        code = main(["eval", "tiny", *common, *words])
+        return code, capsys.readouterr(), work / "runs/tiny"
 
     return ask
+
+
+def newest_report(run):
+    return json.loads(max((run / "eval").glob("step-*.json"), key=lambda path: path.stat().st_mtime_ns).read_bytes())
 
 
 def test_a_run_is_asked_benchmarks(eval_run):
@@ -56,8 +54,7 @@ def test_a_run_is_asked_benchmarks(eval_run):
         line.startswith("  Chinese: ") and line.endswith(("cmmlu (cloze)", "cmmlu (cloze_pmi)")) for line in lines
     )
     assert any("capitals all.csv row 3: the right answer is C; the options are A, B" in line for line in lines)
-    (file,) = (run / "eval").glob("step-*.json")
-    report = json.loads(file.read_bytes())
+    report = newest_report(run)
     results = {(each["task"], each["form"]): each for each in report["tasks"]["results"]}
     assert results.keys() == {(task, form) for task in ("capitals", "cmmlu") for form in ("cloze", "cloze_pmi", "bits")}
     cloze = results["capitals", "cloze"]
@@ -74,11 +71,31 @@ def test_held_out_text_can_be_left_aside(eval_run):
     code, said, run = eval_run("--tasks", "cmmlu", "--shots", "0", "--forms", "bits", "--held-out", "none")
     assert code == 0
     assert "held-out loss" not in said.out
-    (file,) = (run / "eval").glob("step-*.json")
-    report = json.loads(file.read_bytes())
+    report = newest_report(run)
     assert (report["held_out"], report["documents"], len(report["tasks"]["results"])) == ({}, {}, 1)
     assert "eval/tasks/bits/cmmlu" in figures(report)
     assert eval_run("--held-out", "none")[0] == 3  # nothing is left to score
+
+
+def test_the_report_says_what_kept_the_programs_in(eval_run, data):
+    (data / "humaneval").mkdir()
+    item = {"task_id": "1", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f"}
+    (data / "humaneval/test.jsonl").write_text(json.dumps({**item, "test": "def check(f):\n    assert f() == 1\n"}))
+    for flags, expected in (([], None), (["--run-code"], protection())):
+        code, said, run = eval_run("--tasks", "humaneval", "--forms", "generate", "--held-out", "none", *flags)
+        assert code == 0, said.err
+        assert newest_report(run)["tasks"].get("protection") == expected
+
+
+def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(eval_run, monkeypatch):
+    monkeypatch.setattr("zero2all.infer.load.load_run", None)  # would be called too early
+    for words, code, expected in (
+        (["--text", ""], 2, "got an empty path"),
+        (["--tasks", "piqa"], 3, "z2a eval download piqa"),
+        (["--tasks", "cmmlu", "--forms", "letters"], 2, "The forms are cloze, choice, bits, generate"),
+    ):
+        found, said, _ = eval_run(*words)
+        assert (found, expected in said.err) == (code, True)
 
 
 def test_the_columns_stand_below_their_headings_however_long_a_name_is():
@@ -100,19 +117,6 @@ def test_programs_that_ran_without_isolation_are_said_once():
         assert said.count("NOT isolated") == count
 
 
-def test_the_report_says_what_kept_the_programs_in(eval_run, data):
-    (data / "humaneval").mkdir()
-    item = {"task_id": "1", "prompt": "def f():\n", "canonical_solution": "    return 1\n", "entry_point": "f"}
-    (data / "humaneval/test.jsonl").write_text(json.dumps({**item, "test": "def check(f):\n    assert f() == 1\n"}))
-    found = []
-    for flags in ([], ["--run-code"]):
-        code, said, run = eval_run("--tasks", "humaneval", "--forms", "generate", "--held-out", "none", *flags)
-        assert code == 0, said.err
-        newest = max((run / "eval").glob("step-*.json"), key=lambda path: path.stat().st_mtime_ns)
-        found.append(json.loads(newest.read_bytes())["tasks"].get("protection"))
-    assert found == [None, protection()]
-
-
 def test_a_benchmark_with_a_bad_file_is_named_at_the_end_and_the_others_are_asked(eval_run, data):
     (data / "ceval/val").mkdir(parents=True)
     (data / "ceval/val/law_val.csv").write_bytes("题".encode("gb18030"))
@@ -121,23 +125,7 @@ def test_a_benchmark_with_a_bad_file_is_named_at_the_end_and_the_others_are_aske
     assert sum(line.split()[:1] == ["cmmlu"] for line in said.out.splitlines()) == 1
     assert "files cannot be used: ceval.\n  ceval: " in said.err
     assert "is not UTF-8" in said.err
-    (file,) = (run / "eval").glob("step-*.json")
-    assert list(json.loads(file.read_bytes())["tasks_unread"]) == ["ceval"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "expected"),
-    [
-        (["--text", ""], 2, "got an empty path"),
-        (["--tasks", "piqa"], 3, "z2a eval download piqa"),
-        (["--tasks", "cmmlu", "--forms", "letters"], 2, "The forms are cloze, choice, bits, generate"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(eval_run, monkeypatch, words, code, expected):
-    monkeypatch.setattr("zero2all.infer.load.load_run", None)  # would be called too early
-    found, said, _ = eval_run(*words)
-    assert found == code
-    assert expected in said.err
+    assert list(newest_report(run)["tasks_unread"]) == ["ceval"]
 
 
 def test_a_report_is_that_of_the_files_it_was_made_from(data):

@@ -42,31 +42,25 @@ def reports(run: Path) -> list[int]:
 
 
 def test_every_checkpoint_is_evaluated_at_its_step_oldest_first_and_only_once(run):
-    assert watch_once(run).evaluated == [10, 20, 30]
+    assert watch_once(run, is_wanted=lambda step: step == 20).evaluated == [20]
+    assert watch_once(run).evaluated == [10, 30]
     assert reports(run) == [10, 20, 30]
     assert watch_once(run).evaluated == []
     points = RunReader(run).series("eval/documents/bpb/en")
-    assert list(points.step) == [10, 20, 30]
-    assert list(points.tokens) == [1000, 2000, 3000]
-
-
-def test_only_the_steps_that_were_asked_for(run):
-    assert watch_once(run, is_wanted=lambda step: step == 20).evaluated == [20]
+    assert list(zip(points.step, points.tokens, points.value, strict=True)) == [
+        (step, 100 * step, 1 / step) for step in (10, 20, 30)
+    ]
 
 
 def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run):
-    with claim_step(run, 10):
-        assert watch_once(run).evaluated == [20, 30]
-    assert watch_once(run).evaluated == [10]
-
-
-def test_a_checkpoint_is_claimed_while_it_is_evaluated_and_free_afterwards(run):
     def evaluate(step):
         with claim_step(run, step) as claim:
-            assert claim is None
+            assert claim is None, "it is claimed while it is evaluated"
         return report_of(step)
 
-    watch_once(run, evaluate=evaluate)
+    with claim_step(run, 10):
+        assert watch_once(run, evaluate=evaluate).evaluated == [20, 30]
+    assert watch_once(run).evaluated == [10]
     assert list((run / "checkpoints/claims").iterdir()) == []
 
 
@@ -97,36 +91,24 @@ def test_a_report_with_other_settings_is_kept_under_another_name(run, kind):
     }
 
 
-def test_a_checkpoint_deleted_while_it_is_read_is_reported_and_skipped(run):
+def test_a_damaged_or_deleted_checkpoint_is_reported_and_skipped_and_tried_again_by_the_next_watcher(run):
     def evaluate(step):
         if step == 10:
             checkpoint_folder(run, 10).rmdir()
             raise FileNotFoundError("model-00000-00000.safetensors")
-        return report_of(step)
-
-    watcher = watch_once(run, evaluate=evaluate)
-    assert watcher.evaluated == [20, 30]
-    assert watcher.left_out == {10: "its checkpoint was deleted or moved while it was being read"}
-
-
-def test_a_damaged_checkpoint_is_reported_and_skipped_and_tried_again_by_the_next_watcher(run):
-    def evaluate(step):
         if step == 20:
             raise BadInputError("a byte has changed")
         return report_of(step)
 
-    watcher = watch_once(run, evaluate=evaluate)
-    assert (watcher.evaluated, watcher.left_out) == ([10, 30], {20: "a byte has changed"})
-    assert watch_once(run).evaluated == [20]
-
-
-def test_any_other_error_ends_the_watcher_and_frees_the_checkpoint(run):
-    def evaluate(_):
+    def full_disk(_):
         raise OSError(28, "no space left")
 
-    with pytest.raises(OSError, match="no space left"):
-        watch_once(run, evaluate=evaluate)
-    assert watch_once(run).evaluated == [10, 20, 30]
+    watcher = watch_once(run, evaluate=evaluate)
+    gone = "its checkpoint was deleted or moved while it was being read"
+    assert (watcher.evaluated, watcher.left_out) == ([30], {10: gone, 20: "a byte has changed"})
+    with pytest.raises(OSError, match="no space left"):  # any other error ends the watcher and frees the checkpoint
+        watch_once(run, evaluate=full_disk)
+    assert watch_once(run).evaluated == [20]
 
 
 def test_what_a_watcher_found_after_it_lost_its_claim_is_dropped(run):

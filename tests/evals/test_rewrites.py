@@ -53,28 +53,17 @@ def only(name, item, seed=0):
 # ---- options --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [
-        ("R1.han", "一二三四"),
-        ("R1.stems", "甲乙丙丁"),
-        ("R1.circled", "①②③④"),
-        ("R1.digits", "1234"),
-        ("R1.letters", "JKLM"),
-    ],
-)
-def test_labels_are_others_and_the_right_one_stays_right(name, labels):
-    item = only(name, WATER)
-    assert item.choices == tuple(labels)
-    assert item.answer == labels[1]
-    assert f"{labels[1]}．H2O" in item.question
-    assert order_of(item) == (0, 1, 2, 3)
-
-
-def test_with_a_dash_for_a_label_the_text_is_the_answer():
+def test_labels_are_others_and_the_right_one_stays_right():
+    labels_of = {"han": "一二三四", "stems": "甲乙丙丁", "circled": "①②③④", "digits": "1234", "letters": "JKLM"}
+    for name, labels in labels_of.items():
+        item = only(f"R1.{name}", WATER)
+        assert item.choices == tuple(labels)
+        assert item.answer == labels[1]
+        assert f"{labels[1]}．H2O" in item.question
+        assert order_of(item) == (0, 1, 2, 3)
     item = only("R1.bullets", CAPITAL)
     assert item.question == "What is the capital of France?\n- Rome\n- Oslo\n- Paris\n- Lima"
-    assert item.choices == CAPITAL.choices
+    assert item.choices == CAPITAL.choices, "with a dash for a label the text is the answer"
 
 
 def test_rotations_hold_every_option_in_every_place_once():
@@ -85,24 +74,15 @@ def test_rotations_hold_every_option_in_every_place_once():
     assert all(CAPITAL.choices[order_of(item)[place]] == item.choices[place] for item in items for place in range(4))
 
 
-def test_none_of_the_others_replaces_the_right_option_or_a_wrong_one():
+def test_none_of_the_others_replaces_the_right_option_or_a_wrong_one_where_that_fits():
     gold, other = only("R3", WATER), only("R4", WATER)
     assert gold.answer == gold.choices[1] == "其他选项均不正确"
     assert "H2O" not in gold.choices
     assert other.answer == "H2O"
     assert other.choices.count("其他选项均不正确") == 1
     assert order_of(gold) == (0, -1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    "question", ["下列最大的是？", "Which is NOT a city?", "Which is the best answer?", "下列错误的是"]
-)
-def test_none_of_the_others_does_not_fit_questions_that_compare_or_ask_for_the_wrong_one(question):
-    assert made("R3", replace(CAPITAL, question=question)) == []
-    assert made("R4", replace(CAPITAL, question=question)) == []
-
-
-def test_options_that_speak_of_others_are_not_moved_or_replaced():
+    for question in ("下列最大的是？", "Which is NOT a city?", "Which is the best answer?", "下列错误的是"):
+        assert [made(name, replace(CAPITAL, question=question)) for name in ("R3", "R4")] == [[], []]
     item = replace(CAPITAL, choices=("Rome", "Oslo", "Paris", "None of the above"))
     assert [made(name, item) for name in ("R2", "R3", "R4")] == [[], [], []]
 
@@ -117,42 +97,29 @@ def test_of_several_right_options_one_is_left_and_of_one_right_option_the_questi
     assert len(turned.choices) == 2
     assert turned.answer != "Paris"
     assert "Paris" in turned.choices
-
-
-def test_two_options_are_the_right_one_and_the_hardest():
-    item = only("R6", replace(CAPITAL, extra={HARDEST: 0}))
-    assert sorted(item.choices) == ["Paris", "Rome"]
-    assert item.answer == "Paris"
+    hardest = only("R6", replace(CAPITAL, extra={HARDEST: 0}))
+    assert (sorted(hardest.choices), hardest.answer) == (["Paris", "Rome"], "Paris")
 
 
 # ---- wording --------------------------------------------------------------------------------------------------
 
 
-def test_a_short_answer_has_no_options():
+def test_wording_becomes_a_short_answer_a_proposal_or_a_statement():
     item = only("R8", WATER)
     assert (item.choices, item.gold, item.answer) == ((), None, "H2O")
-
-
-def test_each_option_is_proposed_and_what_follows_is_scored():
     item = only("R9", CAPITAL)
     assert item.question == "What is the capital of France? The answer is _. True or false? True"
     assert (item.shape, item.choices) == (BLANK, CAPITAL.choices)
     assert made("R9", replace(CAPITAL, question="Fill in: ___")) == []
-
-
-def test_statements_are_whole_sentences_with_their_passage():
     item = only("R10", PASSAGE)
     assert item.choices[2] == "France is a country.\nWhat is the capital of France? The answer is Paris."
     assert item.shape == SENTENCE
     assert only("R10", GOES_ON).choices[0] == "The capital of France is Rome"
 
 
-def test_an_irrelevant_sentence_comes_first_in_the_language_of_the_item():
+def test_an_irrelevant_sentence_comes_first_and_another_language_needs_a_translation():
     assert only("R13", WATER).question.endswith("。水的化学式是什么？")
     assert only("R13", CAPITAL).question.endswith(". What is the capital of France?")
-
-
-def test_another_language_needs_a_translation():
     assert made("R15", WATER) == []
     item = only("R15", replace(WATER, extra={"translation": "What is the formula of water?"}))
     assert (item.question, item.language, item.choices) == ("What is the formula of water?", "en", WATER.choices)
@@ -183,38 +150,26 @@ def test_surface_changes_keep_the_words():
     assert made("R11.wording", CAPITAL)[0].question == "Q: What is the capital of France?\nA:"
     assert only("R11.numerals", PENS).question.startswith("three pens cost four yuan")
     assert [made(name, CAPITAL) for name in ("R11.width", "R11.traditional", "R11.numerals")] == [[], [], []]
-
-
-def test_numerals():
     assert [chinese_numeral(number) for number in (0, 10, 12, 20, 99)] == ["零", "十", "十二", "二十", "九十九"]
     assert [english_numeral(number) for number in (0, 13, 20, 42)] == ["zero", "thirteen", "twenty", "forty-two"]
-    unchanged = replace(PENS, question="In 1999 it was 3.5 m, 100 %, 7th.")
-    assert made("R11.numerals", unchanged) == []
+    assert made("R11.numerals", replace(PENS, question="In 1999 it was 3.5 m, 100 %, 7th.")) == []
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_other_numbers_give_another_answer(seed):
-    item = only("R12", PENS, seed)
-    pens, yuan = (int(word) for word in item.question.split() if word.isdigit())
-    assert (pens, yuan) != (3, 4)
-    assert int(item.answer) == pens * yuan
-
-
-def test_numbers_follow_the_equations_of_a_written_solution():
+def test_other_numbers_give_another_answer():
+    for seed in range(5):
+        item = only("R12", PENS, seed)
+        pens, yuan = (int(word) for word in item.question.split() if word.isdigit())
+        assert (pens, yuan) != (3, 4)
+        assert int(item.answer) == pens * yuan
     solution = "She sold 48/2 = 24 clips in May. Together 48+24 = 72 clips. The answer is 72."
     clips = Item("clips", "She sold 48 clips, then half as many.", answer=solution, extra={"number": "72"})
     item = only("R12", clips)
     given = int(item.question.split()[2])
     assert given != 48
-    assert item.extra["number"] == str(given + given // 2)
-
-
-@pytest.mark.parametrize(
-    ("question", "answer"),
-    [("2 and 2?", "4"), ("3 pens, 4 yuan, 5 days", "12"), ("Who?", "Paris"), ("3 of 4", "99"), ("7 or 0", "7")],
-)
-def test_numbers_stay_where_the_way_to_the_answer_is_not_known(question, answer):
-    assert made("R12", replace(PENS, question=question, answer=answer)) == []
+    assert item.extra["number"] == str(given + given // 2), "by the equations of the written solution"
+    unknown = {"2 and 2?": "4", "3 pens, 4 yuan, 5 days": "12", "Who?": "Paris", "3 of 4": "99", "7 or 0": "7"}
+    for question, answer in unknown.items():
+        assert made("R12", replace(PENS, question=question, answer=answer)) == []
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------
@@ -226,27 +181,23 @@ EVERY_CHAIN = [name for name, rewrite in REWRITES.items() if not isinstance(rewr
 def test_every_rewrite_makes_items_that_can_be_asked_with_their_lineage_and_the_same_for_the_same_seed(name):
     full = {"translation": "?", "paraphrases": ("a?", "b?")}
     items = [replace(item, extra=full) for item in (WATER, CAPITAL, PASSAGE, GOES_ON, PENS)]
-    found = [each for item in items for each in made(name, item, seed=3)]
-    assert found
+    found, again = ([each for item in items for each in made(name, item, seed=3)] for _ in range(2))
+    assert found == again != []
     for item in found:
         check_item(item)
-        assert lineage_of(item)["rewrites"] == [name]
-        assert lineage_of(item)["seed"] == 3
-        assert lineage_of(item)["origin"] in {each.id for each in items}
-    assert found == [each for item in items for each in made(name, item, seed=3)]
+        lineage = lineage_of(item)
+        assert (lineage["rewrites"], lineage["seed"]) == ([name], 3)
+        assert lineage["origin"] in {each.id for each in items}
     assert len({item.id for item in found}) == len(found)
 
 
-def test_rewrites_follow_one_another():
+def test_rewrites_follow_one_another_and_other_shapes_do_not_fit():
     items = made("R13+R2", CAPITAL)
     assert len(items) == 4
     assert lineage_of(items[3])["rewrites"] == ["R13", "R2"]
     assert all(item.question != CAPITAL.question and item.choices[item.gold] == "Paris" for item in items)
     assert made("R3+R2", CAPITAL) != []
     assert made("R10+R2", CAPITAL) == []  # whole sentences have no options to turn
-
-
-def test_other_shapes_do_not_fit():
     sentence = Item("s", "", ("He goes.", "He go."), 0, "He goes.", shape=SENTENCE)
     assert all(made(name, sentence) == [] for name in EVERY_CHAIN if name not in ("R12", "R11.numerals"))
 
@@ -328,17 +279,14 @@ def share_with_a_gap(draws, seed=0, **model):
     return sum(gap_of(*rotated(rng, **model), True)["gap_interval"][0] > 0 for _ in range(draws)) / draws
 
 
-@pytest.mark.parametrize("known", [0.0, 0.4], ids=["at chance", "knows 40 %"])
 @pytest.mark.parametrize(
-    ("liking", "golds"),
+    ("known", "liking", "golds"),
     [
-        ((1, 1, 1, 1), (1, 1, 1, 1)),
-        ((1, 0, 0, 0), (1, 1, 1, 1)),
-        ((1, 0, 0, 0), (7, 1, 1, 1)),
-        ((6, 1, 2, 1), (5, 2, 2, 1)),
-        ((1, 1), (1, 1)),
-        ((1, 0), (1, 1)),
-        ((3, 1), (3, 1)),
+        (0.4, (1, 1, 1, 1), (1, 1, 1, 1)),
+        (0.0, (1, 0, 0, 0), (7, 1, 1, 1)),
+        (0.4, (6, 1, 2, 1), (5, 2, 2, 1)),
+        (0.0, (1, 0), (1, 1)),
+        (0.4, (3, 1), (3, 1)),
     ],
     ids=str,
 )
@@ -379,14 +327,6 @@ def test_a_model_that_always_says_a_has_no_gap_under_rotation(bigram, border_tok
     assert row["gap"] < 0.1
 
 
-def test_gaps_are_compared_only_within_the_same_forms():
-    rows = [
-        {"baseline": "choice", "form": form, "gap": gap}
-        for form, gap in (("cloze", -0.7), ("choice", 0.1), ("choice", 0.3), ("generate", None))
-    ]
-    assert gap_spread(rows) == {"choice": (0.1, 0.3)}
-
-
 def test_rewrites_are_asked_of_a_model_and_compared(trained):
     items = tuple(
         Item(country, f"{country}的首都是", ("北京", "巴黎", "东京"), gold, capital, "zh", shape=CONTINUE)
@@ -399,11 +339,8 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R2", "choice"]["items"] == 3
     assert rows["R2", "choice"]["all_right"] <= rows["R2", "choice"]["original"] + 1e-9
     assert rows["R6", "cloze"]["rewritten"] >= rows["R6", "cloze"]["original"]  # the model's own best wrong option
-    assert (
-        rows["R10", "cloze"]["gap_interval"][0]
-        <= rows["R10", "cloze"]["gap"]
-        <= rows["R10", "cloze"]["gap_interval"][1]
-    )
+    low, high = rows["R10", "cloze"]["gap_interval"]
+    assert low <= rows["R10", "cloze"]["gap"] <= high
     assert rows["R18.one", "cloze"]["skipped"] == {"the rewrite does not fit": 3}
     assert rows["R14.5", "cloze"]["skipped"] == {"too few examples": 3}
     assert rows["R8", "generate"]["items"] == 0
@@ -415,6 +352,9 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     lines = rewrite_lines(section)
     assert any("R13" in line and "%" in line for line in lines)
     assert any("all items left out (too few examples): R14.5" in line for line in lines)
+    gaps = [("cloze", -0.7), ("choice", 0.1), ("choice", 0.3), ("generate", None)]
+    spread = gap_spread([{"baseline": "choice", "form": form, "gap": gap} for form, gap in gaps])
+    assert spread == {"choice": (0.1, 0.3)}, "only within the same forms"
 
 
 def test_rewrites_are_asked_in_the_forms_that_were_chosen(trained):
@@ -445,24 +385,30 @@ def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can
 def capitals(trained_workspace, tmp_path):
     """A copy of the trained workspace, and a folder with a benchmark."""
     shutil.copytree(trained_workspace.root, tmp_path / "work")
-    (tmp_path / "data/capitals").mkdir(parents=True)
-    rows = [
-        {"id": "cn", "question": "中国的首都是", "choices": ["北京", "巴黎"], "answer": 0},
-        {"id": "fr", "question": "法国的首都是", "choices": ["北京", "巴黎"], "answer": 1},
-        {"id": "none", "question": "月球上的首都叫什么名字呢", "choices": ["北京", "巴黎"], "answer": 1},
-    ]
     path = tmp_path / "data/capitals/test.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.parent.mkdir(parents=True)
+    asked = {"中国的首都是": 0, "法国的首都是": 1, "月球上的首都叫什么名字呢": 1}
+    rows = [
+        {"id": question, "question": question, "choices": ["北京", "巴黎"], "answer": n}
+        for question, n in asked.items()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "work", tmp_path / "data"
 
 
 def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_text(capitals, capsys):
     work, data = capitals
     common = ["--work", str(work), "--data", str(data)]
+    for words, problem in (
+        (["--rewrites", "R2"], "--rewrites needs benchmarks. Name them with --tasks."),
+        (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
+    ):
+        assert main(["eval", "tiny", *common, *words]) == 2
+        assert problem in capsys.readouterr().err
     assert main(["eval", "contamination", "capitals", *common]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["capitals", "3", "0", "0.0%", "2"]
-    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--max-bytes", "500"]
-    assert main(["eval", "tiny", *common, *words]) == 0
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--held-out", "none"]
+    assert main(["eval", "tiny", *common, *words, "--probes", "none", "--pairs", "none"]) == 0
     shown = capsys.readouterr().out
     assert "in the training text: all " in shown
     assert "R13+R2" in shown
@@ -471,19 +417,6 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     split = report["tasks"]["results"][0]["contamination"]
     assert {name: group["items"] for name, group in split.items()} == {"all": 3, "clean": 1, "dirty": 0, "weak": 2}
     assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--rewrites", "R2"], "--rewrites needs benchmarks. Name them with --tasks."),
-        (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
-    ],
-)
-def test_what_cannot_be_rewritten_is_refused_early(capitals, capsys, words, problem):
-    work, data = capitals
-    assert main(["eval", "tiny", "--work", str(work), "--data", str(data), *words]) == 2
-    assert problem in capsys.readouterr().err
 
 
 def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):

@@ -32,10 +32,9 @@ TALK = [
 @pytest.fixture
 def run(trained, trained_workspace, tmp_path):
     """The trained run in a workspace that may be changed, without its weights."""
-    root = tmp_path / "work"
-    shutil.copytree(trained_workspace.tokenizer, root / "tokenizer")
-    shutil.copytree(trained_workspace.packed, root / "packed")
-    return dataclasses.replace(trained, folder=root / "runs" / "tiny")
+    for name in ("tokenizer", "packed"):
+        shutil.copytree(trained_workspace.root / name, tmp_path / "work" / name)
+    return dataclasses.replace(trained, folder=tmp_path / "work/runs/tiny")
 
 
 @pytest.fixture
@@ -60,8 +59,8 @@ def hf_folder(trained, trained_workspace, tmp_path):
     return make
 
 
-def text_of(loaded, prompt):
-    return loaded.tokenizer.decode(prompt.prompt, skip_control=False)
+def text_of(loaded, messages=TALK):
+    return loaded.tokenizer.decode(chat_prompt(loaded, messages).prompt, skip_control=False)
 
 
 # ---- which way ------------------------------------------------------------------------------------------------
@@ -73,25 +72,27 @@ def with_frames(run, frames):
 
 
 def test_base_model_continues_text_and_says_so(run):
-    assert choose(run).how == "plain"
-    assert "base model, which continues your text" in choose(run).why
-    assert chat_prompt(run, TALK[1:2]).prompt == "The capital of China?"
+    edit_manifest(run, "zh", conversations=3)
+    data = dataclasses.replace(run.config.data, mixture={"en": 1.0, "zh": 0.0})
+    base = dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))
+    assert choose(base).how == "plain", "only sources that the run has read count"
+    assert "base model, which continues your text" in choose(base).why
+    assert chat_prompt(base, TALK[1:2]).prompt == "The capital of China?"
+    shutil.rmtree(run.folder.parent.parent / "packed")
+    assert choose(run).how == "plain", "its data is gone"
+    assert "switch to `template`" in choose(run).why
+    assert chat_prompt(run, TALK, "template").how == "template"
 
 
-def test_base_model_is_asked_in_the_form_in_which_its_own_text_asks(run):
+def test_base_model_is_asked_in_the_form_in_which_its_own_text_asks(run, monkeypatch):
     run = with_frames(run, {"en": "Q: {question} A: {answer}", "zh": "问：{question}答：{answer}"})
     assert choose(run).how == "frame"
     prompt = chat_prompt(run, [*TALK[:-1], Message("user", "And of France?")])
     assert prompt.prompt == "Be brief.\nQ: And of France? A: ", "each question by itself, as in the text"
-    assert prompt.stop == ("\n",)
-    assert prompt.heal
+    assert (prompt.stop, prompt.heal) == (("\n",), True)
     assert chat_prompt(run, [Message("user", "法国的首都在哪里？")]).prompt == "问：法国的首都在哪里？答："
-
-
-def test_what_is_said_about_its_own_form_is_whole_in_chinese(run, monkeypatch):
     monkeypatch.setenv("Z2A_LANG", "zh")
-    choice = choose(with_frames(run, {"en": "Q: {question} A: {answer}"}))
-    said = [f"The conversation is formatted with a written dialogue: {choice.why}.", OWN_FRAME_NOTE]
+    said = [f"The conversation is formatted with a written dialogue: {choose(run).why}.", OWN_FRAME_NOTE]
     assert [english_left(translate(line)) for line in said] == [[], []]
 
 
@@ -111,33 +112,15 @@ def test_run_that_was_trained_on_conversations_gets_the_tokenizers_marks(run):
     run = with_frames(run, {"en": "Q: {question} A: {answer}"})
     edit_manifest(run, "zh", conversations=3)
     prompt = chat_prompt(run, TALK)
-    assert prompt.how == "template"
+    assert (prompt.how, prompt.stop, prompt.heal) == ("template", (), False)
     assert prompt.prompt == encode_chat(run.tokenizer, TALK, ask=True).ids
     assert prompt.end_ids == (run.tokenizer.encode_control("<|message_end|>"),)
-    assert not prompt.stop
-    assert not prompt.heal
 
 
-def test_only_sources_that_the_run_has_read_count(run):
-    edit_manifest(run, "zh", conversations=3)
-    data = dataclasses.replace(run.config.data, mixture={"en": 1.0, "zh": 0.0})
-    assert choose(dataclasses.replace(run, config=dataclasses.replace(run.config, data=data))).how == "plain"
-
-
-def test_run_whose_data_is_gone_is_continued_and_a_word_said_about_it(run):
-    shutil.rmtree(run.folder.parent.parent / "packed")
-    assert choose(run).how == "plain"
-    assert "switch to `template`" in choose(run).why
-    assert chat_prompt(run, TALK, "template").how == "template"
-
-
-def test_imported_run_has_the_template_of_its_tokenizer(run):
+def test_imported_run_has_the_template_of_its_tokenizer_and_a_folder_without_one_is_continued(run, hf_folder):
     (run.folder.parent.parent / "tokenizer" / "chat_template.jinja").write_text("Q: {{ messages[-1].content }}\nA:")
     assert choose(run).how == "template"
-    assert text_of(run, chat_prompt(run, TALK)) == "Q: 中国的首都是？\n \nA:"
-
-
-def test_hugging_face_folder_without_a_template_is_continued(hf_folder):
+    assert text_of(run) == "Q: 中国的首都是？\n \nA:"
     assert choose(hf_folder(None)).how == "plain"
     assert "not known" in choose(hf_folder(None)).why
 
@@ -158,25 +141,30 @@ def test_what_is_no_conversation_is_refused(run, messages, frame, said):
 # ---- templates of others --------------------------------------------------------------------------------------
 
 
-def test_template_gives_the_ids_that_transformers_gives(hf_folder):
-    transformers = pytest.importorskip("transformers")
+def their_ids(folder, messages, **more):
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    values = [{"role": message.role, "content": message.text} for message in messages]
+    return theirs.apply_chat_template(values, tokenize=True, return_dict=False, **more)
+
+
+def test_template_gives_the_ids_that_transformers_gives_and_the_end_of_an_answer(hf_folder):
     loaded = hf_folder()
-    theirs = transformers.AutoTokenizer.from_pretrained(loaded.folder)
-    values = [{"role": message.role, "content": message.text} for message in TALK]
-    expected = theirs.apply_chat_template(values, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert chat_prompt(loaded, TALK).prompt == expected
+    prompt = chat_prompt(loaded, TALK)
+    assert prompt.prompt == their_ids(loaded.folder, TALK, add_generation_prompt=True)
+    assert prompt.end_ids == (loaded.tokenizer.encode_control("<|message_end|>"),)
+    assert chat_prompt(hf_folder("{{ messages[0].content }}"), TALK).end_ids == ()
 
 
 def test_spaces_between_words_and_control_tokens_are_those_of_transformers(trained, tmp_path):
     """A word that follows a control token has no ▁ before it here; encoded by itself it would."""
-    transformers = pytest.importorskip("transformers")
     pieces = ["<unk>", "</s>", "[INST]", "[/INST]", "▁", *"abc", "▁a", "ab"]
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
     tokenizer_json = {
         "version": "1.0",
         "added_tokens": [{"id": number, "content": pieces[number], **flags} for number in range(4)],
-        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
-        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False},
+        "pre_tokenizer": metaspace,
+        "decoder": metaspace,
         "model": {"type": "Unigram", "unk_id": 0, "vocab": [[piece, -1.0] for piece in pieces]},
     }
     template = "{% for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}"
@@ -184,17 +172,10 @@ def test_spaces_between_words_and_control_tokens_are_those_of_transformers(train
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     loaded = dataclasses.replace(trained, config=None, folder=tmp_path, tokenizer=load_tokenizer(tmp_path))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    values = [{"role": "user", "content": text} for text in ("ab a", " a")]
-    expected = theirs.apply_chat_template(values, tokenize=True, return_dict=False)
-    assert chat_prompt(loaded, [Message(each["role"], each["content"]) for each in values]).prompt == expected
+    talk = [Message("user", "ab a"), Message("user", " a")]
+    expected = their_ids(tmp_path, talk)
+    assert chat_prompt(loaded, talk).prompt == expected
     assert loaded.tokenizer.encode_text("ab")[0] != expected[1]
-
-
-def test_the_end_of_an_answer_is_learned_from_the_template(hf_folder):
-    loaded = hf_folder()
-    assert chat_prompt(loaded, TALK).end_ids == (loaded.tokenizer.encode_control("<|message_end|>"),)
-    assert chat_prompt(hf_folder("{{ messages[0].content }}"), TALK).end_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -242,51 +223,42 @@ def test_templates_are_programs_with_the_usual_functions(hf_folder):
         "{% if tools is not none %}tools{% endif %}"
     )
     loaded = hf_folder([{"name": "other", "template": "x"}, {"name": "default", "template": template}])
-    rendered = text_of(loaded, chat_prompt(loaded, [Message("user", "<é>")]))
+    rendered = text_of(loaded, [Message("user", "<é>")])
     assert rendered == '<|begin_of_text|>[{"role": "user", "content": "<é>"}]20user'
+    loaded = hf_folder("file: {{ messages[0].content }}", as_file=True)  # it comes before the config
+    assert text_of(loaded) == "file: Be brief."
 
 
-def test_file_with_a_template_comes_before_the_config(hf_folder):
-    loaded = hf_folder("file: {{ messages[0].content }}", as_file=True)
-    assert text_of(loaded, chat_prompt(loaded, TALK)) == "file: Be brief."
-
-
-def test_template_that_refuses_says_so_and_a_damaged_one_is_bad_input(hf_folder):
-    with pytest.raises(UsageError, match=r"cannot lay out this conversation: Roles must alternate .*--frame frame"):
-        chat_prompt(hf_folder("{{ raise_exception('Roles must alternate') }}"), TALK)
-    with pytest.raises(UsageError, match="cannot lay out"):
-        chat_prompt(hf_folder("{{ messages[0].content + 1 }}"), TALK)
-    with pytest.raises(BadInputError, match="is damaged"):
-        chat_prompt(hf_folder("{% for %}"), TALK)
-    with pytest.raises(BadInputError, match="is a int; expected the text"):
-        chat_prompt(hf_folder(3), TALK)
-
-
-def test_template_cannot_leave_its_sandbox(hf_folder):
-    with pytest.raises(UsageError, match="cannot lay out"):
-        chat_prompt(hf_folder("{{ messages.__class__.__mro__[1].__subclasses__() }}"), TALK)
+@pytest.mark.parametrize(
+    ("template", "error", "said"),
+    [
+        (
+            "{{ raise_exception('Roles must alternate') }}",
+            UsageError,
+            r"cannot lay out this conversation: Roles must alternate .*--frame frame",
+        ),
+        ("{{ messages[0].content + 1 }}", UsageError, "cannot lay out"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", UsageError, "cannot lay out"),  # out of its sandbox
+        ("{% for %}", BadInputError, "is damaged"),
+        (3, BadInputError, "is a int; expected the text"),
+    ],
+)
+def test_template_that_refuses_says_so_and_a_damaged_one_is_bad_input(hf_folder, template, error, said):
+    with pytest.raises(error, match=said):
+        chat_prompt(hf_folder(template), TALK)
 
 
 # ---- plain text -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "prompt"),
-    [
-        ("请解释 transformer attention", "问：请解释 transformer attention\n答："),
-        ("What does 你好 mean?", "Q: What does 你好 mean?\nA: "),
-        ("42", "Q: 42\nA: "),
-    ],
-)
-def test_a_text_whose_form_is_not_known_is_asked_in_a_common_one_in_the_language_of_the_question(run, text, prompt):
-    found = chat_prompt(run, [Message("user", "Hello"), Message("assistant", "你好"), Message("user", text)], "frame")
-    assert (found.prompt, found.stop, found.heal) == (prompt, ("\n",), True)
-
-
-def test_plain_texts_are_continued(run):
-    prompt = chat_prompt(
-        run, [Message("user", "Once"), Message("assistant", " upon."), Message("user", "Then")], "plain"
-    )
+def test_a_text_whose_form_is_not_known_is_asked_in_a_common_one_in_the_language_of_the_question(run):
+    asked = {"请解释 transformer attention": "问：{}\n答：", "What does 你好 mean?": "Q: {}\nA: ", "42": "Q: {}\nA: "}
+    for text, prompt in asked.items():
+        talk = [Message("user", "Hello"), Message("assistant", "你好"), Message("user", text)]
+        found = chat_prompt(run, talk, "frame")
+        assert (found.prompt, found.stop, found.heal) == (prompt.format(text), ("\n",), True)
+    talk = [Message("user", "Once"), Message("assistant", " upon."), Message("user", "Then")]
+    prompt = chat_prompt(run, talk, "plain")
     assert (prompt.prompt, prompt.stop, prompt.heal, prompt.how) == ("Once upon.\nThen", (), True, "plain")
 
 
@@ -331,13 +303,10 @@ def test_long_conversation_is_fitted_without_encoding_what_is_dropped(run, monke
 
 
 def test_undo_and_taking_back_an_answer(run):
-    conversation = Conversation(
-        run, 80, messages=[Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
-    )
+    talk = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+    conversation = Conversation(run, 80, messages=talk)
     assert conversation.undo() == "c"
     assert [message.text for message in conversation.messages] == ["a", "b"]
     assert conversation.take_back_answer()
     assert [message.text for message in conversation.messages] == ["a"]
-    assert conversation.undo() == "a"
-    assert conversation.undo() is None
-    assert not conversation.take_back_answer()
+    assert [conversation.undo(), conversation.undo(), conversation.take_back_answer()] == ["a", None, False]

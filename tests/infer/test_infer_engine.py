@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import random
 
 import pytest
 import torch
 
 from tests.infer.tiny import MAX_LEN, greedy, log_probabilities, prompts, tiny_model
 from zero2all.common.errors import UsageError
-from zero2all.infer.cache import BLOCK
+from zero2all.infer.cache import BLOCK, SCRATCH, BlockPool, block_keys
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Span
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
+from zero2all.infer.score import RowScorer, distributions_after
 from zero2all.infer.weights import int8_weight
 
 NEW = 24
+WAYS = ("read at once", "read late", "likeliest on the device")
 ROWS = prompts(14)
 
 
@@ -27,11 +30,15 @@ def bytes_of(blocks: int) -> int:
     return blocks * 2 * 3 * BLOCK * 2 * 16 * 4
 
 
-def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
-    jobs = [engine.submit(request) for request in requests]
+def finish(engine: Engine) -> None:
     while not engine.is_idle:
         engine.step()
     assert engine.pool.free == engine.pool.total
+
+
+def run(engine: Engine, requests: list[Request]) -> list[list[int]]:
+    jobs = [engine.submit(request) for request in requests]
+    finish(engine)
     return [job.new_ids for job in jobs]
 
 
@@ -63,54 +70,47 @@ class LikeliestOnDevice:
         return self.engine.forward.prefill(tokens, positions, slots, spans)
 
 
-@pytest.mark.parametrize("way", ["read at once", "read late", "likeliest on the device"])
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "way"),
     [
-        EngineSettings(),
-        EngineSettings(max_batch=1),
-        EngineSettings(max_batch=4, prefill_tokens=7),
-        EngineSettings(max_batch=6, cache_bytes=bytes_of(MAX_LEN // BLOCK + 4)),
+        (EngineSettings(), "read at once"),
+        (EngineSettings(), "read late"),
+        (EngineSettings(), "likeliest on the device"),
+        (EngineSettings(max_batch=1), "read late"),
+        (EngineSettings(max_batch=4, prefill_tokens=7), "read at once"),
+        (EngineSettings(max_batch=4, prefill_tokens=7), "likeliest on the device"),
+        *((EngineSettings(max_batch=6, cache_bytes=bytes_of(MAX_LEN // BLOCK + 4)), way) for way in WAYS),
     ],
-    ids=["all at once", "one by one", "small portions", "small cache"],
+    ids=str,
 )
 def test_cached_and_batched_text_is_that_of_the_whole_model_run_again_for_every_token(settings, way, expected):
-    engine = Engine(tiny_model(), settings)
+    engine, sent_back = Engine(tiny_model(), settings), []
     engine._reads_late = way != "read at once"  # as on a GPU
     if way == "likeliest on the device":
         engine._fast = LikeliestOnDevice(engine)
-    assert run(engine, [Request(row, NEW) for row in ROWS]) == expected
-
-
-@pytest.mark.parametrize("kind", [{"moe": True}, {"tied": True}], ids=str)
-def test_experts_and_tied_embeddings(kind):
-    loaded, rows = tiny_model(**kind), ROWS[:5]
-    assert run(Engine(loaded), [Request(row, 10) for row in rows]) == [greedy(loaded, row, 10) for row in rows]
-
-
-def test_weights_in_8_bits_write_what_the_rounded_model_writes():
-    loaded, rows = tiny_model(), ROWS[:4]
-    rounded = copy.deepcopy(loaded.model)
-    for parameter in [*rounded.blocks.parameters(), *rounded.head.parameters()]:
-        if parameter.dim() > 1:
-            parameter.data = int8_weight(parameter.data).widened()
-    expected = [greedy(dataclasses.replace(loaded, model=rounded), row, 10) for row in rows]
-    assert run(Engine(loaded, EngineSettings(int8=True)), [Request(row, 10) for row in rows]) == expected
-
-
-def test_a_job_that_gave_way_writes_on_as_if_nothing_had_happened(expected):
-    engine, sent_back = Engine(tiny_model(), EngineSettings(cache_bytes=bytes_of(MAX_LEN // BLOCK + 2))), []
     send_back = engine._send_back
     engine._send_back = lambda job: (sent_back.append(job), send_back(job))
     assert run(engine, [Request(row, NEW) for row in ROWS]) == expected
-    assert sent_back
+    assert bool(sent_back) == (settings.cache_bytes is not None), "a job that gave way writes on"
+
+
+@pytest.mark.parametrize("kind", [{"moe": True}, {"tied": True}, {"int8": True}], ids=str)
+def test_experts_tied_embeddings_and_weights_in_8_bits(kind):
+    settings = EngineSettings(int8=kind.pop("int8", False))
+    loaded, rows = tiny_model(**kind), ROWS[:5]
+    rounded = copy.deepcopy(loaded.model)
+    if settings.int8:
+        for parameter in [*rounded.blocks.parameters(), *rounded.head.parameters()]:
+            if parameter.dim() > 1:
+                parameter.data = int8_weight(parameter.data).widened()
+    expected = [greedy(dataclasses.replace(loaded, model=rounded), row, 10) for row in rows]
+    assert run(Engine(loaded, settings), [Request(row, 10) for row in rows]) == expected
 
 
 def test_an_equal_beginning_is_computed_once():
     engine, row = Engine(tiny_model()), list(range(60))
     first, second, third = (engine.submit(Request([*row, last], 1)) for last in (100, 101, 102))
-    while not engine.is_idle:
-        engine.step()
+    finish(engine)
     assert (first.reused_tokens, second.reused_tokens, third.reused_tokens) == (0, 48, 48)
 
 
@@ -125,11 +125,9 @@ def test_samples_are_the_same_alone_in_company_and_again():
 
 
 def test_log_probabilities_of_new_tokens_and_of_the_likeliest():
-    row = ROWS[2]
-    engine = Engine(tiny_model())
+    row, engine = ROWS[2], Engine(tiny_model())
     job = engine.submit(Request(row, 6, alternatives=3))
-    while not engine.is_idle:
-        engine.step()
+    finish(engine)
     wanted = log_probabilities(tiny_model(), [*row, *job.new_ids])[len(row) - 1 :]
     assert [choice.logprob for choice in job.choices] == pytest.approx(wanted, abs=1e-5)
     for choice in job.choices:
@@ -149,15 +147,6 @@ def test_scores_are_those_of_the_whole_model(settings):
     assert engine.pool.free == engine.pool.total
 
 
-def test_scoring_shares_what_rows_have_in_common():
-    engine, row = Engine(tiny_model()), list(range(80))
-    computed = []
-    trunk = engine.forward.trunk
-    engine.forward.trunk = lambda tokens, *rest: (computed.append(len(tokens)), trunk(tokens, *rest))[1]
-    engine.score([[*row, last, last] for last in range(8)], [80] * 8)
-    assert sum(computed) == 80 + 8
-
-
 def test_a_text_of_the_full_length_can_be_scored_and_the_answer_ends_at_it():
     engine = Engine(tiny_model())
     assert len(engine.score([list(range(MAX_LEN + 1))], [1])[0].logprobs) == MAX_LEN
@@ -170,11 +159,9 @@ def test_a_cancelled_job_gives_its_blocks_back_and_the_others_go_on(expected):
     engine.step()
     for job in jobs[::2]:
         engine.cancel(job)
-    while not engine.is_idle:
-        engine.step()
+    finish(engine)
     assert {job.finish for job in jobs[::2]} == {"cancelled"}
     assert [job.new_ids for job in jobs[1::2]] == expected[1::2]
-    assert engine.pool.free == engine.pool.total
 
 
 @pytest.mark.parametrize(
@@ -194,8 +181,128 @@ def test_a_cancelled_job_gives_its_blocks_back_and_the_others_go_on(expected):
 def test_a_request_that_cannot_be_served_is_refused(request_, words):
     with pytest.raises(UsageError, match=words):
         Engine(tiny_model()).submit(request_)
-
-
-def test_a_cache_too_small_for_one_text_is_refused():
     with pytest.raises(UsageError, match="too small: one text of 160 tokens needs"):
         Engine(tiny_model(), EngineSettings(cache_bytes=1000))
+
+
+# ---- rows read as a tree ------------------------------------------------------------------------------------
+
+
+def branching_rows(seed):
+    """Texts that share long and short beginnings; one twice, one that begins another, one alone."""
+    rng = random.Random(seed)
+
+    def draw(count):
+        return [rng.randrange(40) for _ in range(count)]
+
+    rows = []
+    for _ in range(2):
+        examples = draw(25)
+        for _ in range(3):
+            question = examples + draw(rng.randrange(1, 20))
+            rows += [question + draw(rng.randrange(1, 4)) for _ in range(3)]
+    return [*rows, rows[0], rows[1][:30], draw(50)]
+
+
+@pytest.mark.parametrize("tokens_at_once", [3, 20, 64, 4096])
+def test_scores_are_those_of_each_row_alone(tokens_at_once):
+    rows = branching_rows(tokens_at_once)
+    starts = [1 + number * 7 % (len(row) - 1) for number, row in enumerate(rows)]
+    done = []
+    found = RowScorer(Engine(tiny_model()).forward, rows, starts, tokens_at_once).score(done.append)
+    for row, start, scores in zip(rows, starts, found, strict=True):
+        assert scores.logprobs == pytest.approx(log_probabilities(tiny_model(), row)[start - 1 :], abs=1e-5)
+        assert len(scores.ranks) == len(row) - start
+    assert sorted(done) == list(range(len(rows)))
+
+
+def test_each_token_of_the_tree_is_computed_once_where_a_pass_has_room():
+    forward, computed = Engine(tiny_model()).forward, []
+    trunk = forward.trunk
+    forward.trunk = lambda tokens, *rest: (computed.append(len(tokens)), trunk(tokens, *rest))[1]
+    rows = branching_rows(0)
+    RowScorer(forward, rows, [1] * len(rows), 4096).score()
+    assert computed == [len({tuple(row[:end]) for row in rows for end in range(1, len(row))})]
+
+
+def test_distributions_follow_the_last_token():
+    rows, forward = branching_rows(1), Engine(tiny_model()).forward
+    for row, found in zip(rows, distributions_after(forward, rows, 20), strict=True):
+        assert float(found.exp().sum()) == pytest.approx(1, abs=1e-4)
+        assert float(found[7]) == pytest.approx(log_probabilities(tiny_model(), [*row, 7])[-1], abs=1e-5)
+
+
+# ---- blocks of keys and values ------------------------------------------------------------------------------
+
+
+KEYS = block_keys(range(4 * BLOCK))
+
+
+def test_a_key_stands_for_all_tokens_up_to_the_end_of_its_block():
+    other_beginning = block_keys([99, *range(1, 4 * BLOCK)])
+    assert len(KEYS) == 4
+    assert block_keys(range(4 * BLOCK + 5)) == KEYS  # a block that is not full has no key
+    assert not set(KEYS) & set(other_beginning)
+    assert block_keys(range(4 * BLOCK), KEYS[:3]) == KEYS
+
+
+def test_blocks_that_are_held_are_never_given_out():
+    pool = BlockPool(5)
+    held = pool.take(3)
+    assert SCRATCH not in held
+    assert pool.take(2) is None
+    assert set(pool.take(1)) & set(held) == set()
+    pool.release(held)
+    assert pool.free == 3
+
+
+def noted(blocks: int) -> tuple[BlockPool, list[int]]:
+    """A pool of which three blocks have content."""
+    pool = BlockPool(blocks)
+    taken = pool.take(3)
+    for block, key in zip(taken, KEYS, strict=False):
+        pool.note(block, key)
+    return pool, taken
+
+
+def test_equal_content_is_found_as_far_as_it_is_equal():
+    pool, first = noted(9)
+    assert pool.find([*KEYS[:2], b"another"]) == first[:2]
+    assert pool.find([b"another", KEYS[1]]) == []
+    pool.release(first[:2])
+    pool.release(first)
+    assert pool.free == 8
+
+
+def test_what_nobody_holds_stays_findable_until_its_memory_is_needed():
+    pool, blocks = noted(4)
+    pool.release(blocks)
+    assert pool.find(KEYS[:3]) == blocks
+    pool.release(blocks)
+    taken = pool.take(1)
+    assert taken == blocks[2:]  # the end goes before the beginning
+    assert pool.find(KEYS[:3]) == blocks[:2]
+    pool.note(taken[0], KEYS[0])  # a second block with the same content does not replace the first
+    pool.release(taken)
+    assert pool.take(1) == taken
+    assert pool.find(KEYS[:1]) == blocks[:1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_use_loses_no_block(seed):
+    draw, pool, held = random.Random(seed), BlockPool(30), []
+    texts = [block_keys([draw.randrange(2) for _ in range(BLOCK * 3)]) for _ in range(12)]
+    for _ in range(400):
+        if held and draw.random() < 0.5:
+            pool.release(held.pop(draw.randrange(len(held))))
+            continue
+        keys = draw.choice(texts)
+        known = pool.find(keys)
+        more = pool.take(len(keys) - len(known))
+        held.append(known + (more or []))
+        for block, key in zip(held[-1] if more is not None else [], keys, strict=more is not None):
+            pool.note(block, key)
+        assert len({block for each in held for block in each}) == 29 - pool.free
+    for blocks in held:
+        pool.release(blocks)
+    assert pool.free == 29

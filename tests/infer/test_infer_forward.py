@@ -1,14 +1,93 @@
-"""Passes in portions, through the cache, give the logits of one pass over the whole text."""
+"""Passes in portions give the logits of one pass; weights in 8 bits are off by no more than half a step."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 
+from tests.infer.tiny import tiny_model
 from tests.model.test_model_z2all import build, logits, tokens, variants
+from zero2all.infer import weights
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.weights import packed_for_cpu, weights_of
+from zero2all.infer.weights import Int8Weight, drop_matrices, int8_weight, packed_for_cpu, quantise, weights_of
+
+
+def random_matrix(rows, columns, seed=0):
+    """Rows of very different size."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=draw) * torch.logspace(-3, 1, rows).unsqueeze(1)
+
+
+def test_each_row_has_its_own_scale_and_is_rounded_half_to_even():
+    weight = int8_weight(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [1e-6, 0.0, -1e-6, 5e-7]]))
+    assert weight.scales.tolist()[:2] == [1.0, 1.0]
+    assert weight.values[:2].tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert weight.values[2].tolist()[:3] == [127, 0, -127]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_weight_is_off_by_more_than_half_a_step(dtype, monkeypatch):
+    monkeypatch.setattr(weights, "CHUNK_VALUES", 256)  # several chunks
+    matrix = random_matrix(37, 64).to(dtype)
+    weight = int8_weight(matrix)
+    step = matrix.double().abs().amax(dim=1, keepdim=True) / 127
+    error = (weight.values.double() * weight.scales.double().unsqueeze(1) - matrix.double()).abs()
+    assert bool((error <= step * (0.5 + 1e-4)).all())
+    assert weight.values.abs().max() == 127
+    assert weight.nbytes == 37 * 64 + 37 * 4
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_product_is_that_of_the_rounded_matrix(kernel, monkeypatch):
+    """Against float64; with and without torch's own kernel, whole and in pieces."""
+    monkeypatch.setattr(weights, "_has_cpu_kernel", lambda: kernel)
+    monkeypatch.setattr(weights, "WIDENED_VALUES", 1000)
+    weight, bias = int8_weight(random_matrix(50, 96)), random_matrix(50, 1, 2)[:, 0]
+    matrix = weight.values.double() * weight.scales.double().unsqueeze(1)
+    for rows in (1, 3, 8, 64):
+        x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1))
+        found = weight.project(x, bias)
+        assert (found.dtype, found.shape) == (torch.float32, (rows, 50))
+        size = x.double().abs() @ matrix.abs().t() + bias.double().abs()  # what rounding errors are proportional to
+        assert bool(((found.double() - (x.double() @ matrix.t() + bias.double())).abs() <= 2e-6 * size).all())
+
+
+@pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True)])
+def test_a_whole_model_keeps_embedding_norms_and_experts(moe, tied):
+    weights = weights_of(tiny_model(moe, tied).model)
+    narrow = quantise(weights)
+    assert isinstance(narrow.head, Int8Weight)
+    assert len(narrow.head) == weights.config.vocab_ids
+    assert narrow.embedding is weights.embedding
+    for before, after in zip(weights.layers, narrow.layers, strict=True):
+        assert after.attention_norm is before.attention_norm
+        assert after.experts is before.experts
+        for name in ("qkv", "out", "gate_up_pairs", "down"):
+            assert isinstance(getattr(after, name), Int8Weight | None), name
+    assert narrow.layers[0].gate_up_pairs is not None  # the first layer has no experts
+    assert packed_for_cpu(narrow, 1 << 40) is narrow  # there is nothing to pack
+
+
+def test_the_matrices_that_were_copied_can_be_freed():
+    model = copy.deepcopy(tiny_model(True, False).model)
+    before = sum(parameter.nbytes for parameter in model.parameters())
+    matrices = [layer for layer in weights_of(model).layers if layer.experts is None]
+    drop_matrices(model)
+    after = sum(parameter.nbytes for parameter in model.parameters())
+    assert len(matrices) == 1
+    kept = model.embedding.weight.nbytes + sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if "norm" in name or "router" in name or "experts" in name or "shared" in name
+    )
+    assert after == kept < before
+
+
+# ---- passes in portions -------------------------------------------------------------------------------------
+
 
 TABLE = [2, 1]
 
@@ -28,11 +107,12 @@ def through_the_cache(forward: Forward, ids: list[int], portions: list[int]) -> 
 
 
 @variants
-@pytest.mark.parametrize("portions", [[1] * 20, [3] * 6 + [2], [7, 1, 1, 11], [20]], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_logits_through_the_cache_equal_those_of_one_pass(config, portions, packed):
+def test_logits_through_the_cache_equal_those_of_one_pass(config, packed):
     model, ids = build(config), tokens(rows=1)
     weights = packed_for_cpu(weights_of(model), 1 << 40) if packed else weights_of(model)
-    forward = Forward(weights, KeyValueBlocks(config, 3, torch.float32, torch.device("cpu")))
-    found = through_the_cache(forward, ids[0].tolist(), portions)
-    torch.testing.assert_close(found, logits(model, ids)[0], rtol=1e-5, atol=1e-5)
+    expected = logits(model, ids)[0]
+    for portions in ([1] * 20, [3] * 6 + [2], [7, 1, 1, 11], [20]):
+        forward = Forward(weights, KeyValueBlocks(config, 3, torch.float32, torch.device("cpu")))
+        found = through_the_cache(forward, ids[0].tolist(), portions)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

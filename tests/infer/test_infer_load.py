@@ -1,17 +1,35 @@
-"""Loading a run: the right checkpoint, the right words when there is none, and the report of an evaluation."""
+"""The weights of a run or of a Hugging Face folder, in the dtype asked for, or words that say why not."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import Workspace
 from zero2all.evals.options import EvalOptions
 from zero2all.evals.report import evaluate_run, report_lines
-from zero2all.infer.load import load_model, load_run, untrained
+from zero2all.exchange import export_run, import_folder
+from zero2all.infer import load
+from zero2all.infer.load import LoadedModel, empty_model, load_model, load_run, untrained
+from zero2all.model.config import ModelConfig, MoeConfig
+from zero2all.parallel.parameter_table import init_weights
+from zero2all.tokenizer import train_tokenizer
 from zero2all.track.reader import RunReader
+
+
+@pytest.fixture(scope="module")
+def exported(trained, trained_workspace, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hf") / "tiny-hf"
+    export_run(trained, trained_workspace.tokenizer, folder)
+    return folder
 
 
 @pytest.fixture
@@ -20,18 +38,196 @@ def copied(trained_workspace, tmp_path):
     return Workspace(tmp_path / "work")
 
 
+@pytest.fixture
+def hf_copy(exported, tmp_path):
+    return shutil.copytree(exported, tmp_path / "theirs")
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def same_weights(one, other):
+    ours, theirs = one.weights(), other.weights()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# --- what is loaded ---
+
+
+@pytest.mark.parametrize("source", ["name", "folder", "hugging face"])
+def test_every_source_gives_the_weights_that_were_trained(trained, trained_workspace, exported, source):
+    run, is_run = trained_workspace.run("tiny"), source != "hugging face"
+    given = {"name": ("tiny", trained_workspace), "folder": (str(run),), "hugging face": (str(exported),)}[source]
+    loaded = load_model(*given)
+    assert same_weights(loaded, trained)
+    assert torch.equal(loaded.model.cos, trained.model.cos)
+    assert loaded.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert (loaded.name, loaded.step) == (("tiny", 30) if is_run else ("tiny-hf", 0))
+    assert loaded.folder == (run.resolve() if is_run else exported)
+    assert loaded.config == (trained.config if is_run else None)
+    assert loaded.window == (64 if is_run else 128)  # what it was trained with, or made for
+    rounded, wide = load_model(*given, dtype="bfloat16"), trained.weights()
+    assert all(torch.equal(tensor, wide[name].bfloat16()) for name, tensor in rounded.weights().items())
+    assert rounded.model.cos.dtype == torch.float32, "positions are not rounded"
+    assert not any(parameter.requires_grad for parameter in rounded.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "moe",
+    [
+        MoeConfig(experts=4, experts_per_token=2, expert_size=16, router="softmax"),
+        MoeConfig(experts=4, experts_per_token=2, expert_size=16, router="sigmoid", shared_experts=1, dense_layers=1),
+    ],
+    ids=["mixtral", "glm4_moe"],
+)
+def test_experts_and_their_balancing_biases_come_back_from_a_hugging_face_folder(
+    trained, trained_workspace, tmp_path, moe
+):
+    shape = ModelConfig(
+        vocab_size=420, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, max_seq_len=64, moe=moe
+    )
+    model = empty_model(shape, load.READY_OPS, torch.device("cpu"), torch.float32)
+    init_weights(model, 3)
+    if moe.router == "sigmoid":
+        model.blocks[1].feed_forward.router.bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.01]))
+    made = LoadedModel("experts", 0, model, trained.tokenizer)
+    export_run(made, trained_workspace.tokenizer, tmp_path / "hf", "bfloat16")
+    found = load_model(str(tmp_path / "hf"), dtype="bfloat16")
+    for name, tensor in made.weights().items():
+        expected = tensor if name.endswith("router.bias") else tensor.bfloat16()
+        assert torch.equal(found.weights()[name], expected), name  # biases stay float32
+
+
+def test_loading_imports_neither_the_trainer_nor_torchs_compiler(trained_workspace):
+    """Each takes seconds, and a person waits for the first token."""
+    code = """
+        import sys, torch
+        before = set(sys.modules)
+        from pathlib import Path
+        from zero2all.common.workspace import Workspace
+        from zero2all.infer.engine import Engine
+        from zero2all.infer.load import load_model
+        Engine(load_model("tiny", Workspace(Path(sys.argv[1]))))
+        heavy = {"torch._dynamo", "torch.distributed.fsdp", "sympy", "triton", "zero2all.train.setup"}
+        print(sorted(heavy & (set(sys.modules) - before)))
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code), str(trained_workspace.root)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+# --- what is refused ---
+
+
+def test_damaged_weights_are_left_out_for_those_before_them_unless_that_step_was_asked_for(copied, trained, capsys):
+    checkpoints = copied.run("tiny") / "checkpoints"
+    damage(checkpoints / "step-00000030/optimizer-00000-00000.safetensors")
+    assert same_weights(load_model("tiny", copied), trained), "the optimizer is not read"
+    damage(checkpoints / "step-00000030/model-00000-00000.safetensors")
+    assert load_model("tiny", copied).step == 15
+    assert "Skipped a damaged checkpoint" in capsys.readouterr().out
+    with pytest.raises(BadInputError, match=r"model-00000-00000.safetensors has changed since it was written"):
+        load_model("tiny", copied, step=30)
+    with pytest.raises(BadInputError, match=r"no checkpoint at step 7; it has \[15, 30\]"):
+        load_model("tiny", copied, step=7)
+    shutil.rmtree(checkpoints)
+    with pytest.raises(BadInputError, match=r"No checkpoint of .* is intact"):
+        load_model("tiny", copied)
+
+
+def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(copied):
+    config = copied.run("tiny") / "config.yaml"
+    config.write_text(config.read_text().replace("layers: 2", "layers: 3"))
+    with pytest.raises(BadInputError, match=r"step-00000030 is of another model: model/blocks.2"):
+        load_model("tiny", copied)
+
+
+def test_what_is_neither_a_run_nor_a_folder_is_answered_with_the_runs_there_are(trained_workspace, tmp_path):
+    elsewhere = Workspace(tmp_path)
+    for name, workspace, said in (
+        ("tony", trained_workspace, r"has no run `tony`.*tiny"),
+        (str(tmp_path / "nowhere"), trained_workspace, r"There is no folder .*/nowhere"),
+        (str(tmp_path), trained_workspace, "neither the folder of a run"),
+        (str(trained_workspace.root), elsewhere, r"is a workspace\. Name a run in it.*--work"),
+        ("tiny", elsewhere, r"There is no folder .*/tiny\..* its workspace with --work"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            load_model(name, workspace)
+
+
+def test_a_folder_that_vanishes_while_it_is_read_is_said(hf_copy, monkeypatch):
+    def vanish(folder):
+        shutil.rmtree(folder)
+        return read_json(folder / "config.json")
+
+    monkeypatch.setattr(load, "open_hf_folder", vanish)
+    with pytest.raises(BadInputError, match=r"config.json disappeared while .* was being read"):
+        load_model(str(hf_copy))
+
+
+def spoil_norm(folder, value=float("nan")):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def fewer_rows(folder):
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:400].clone()
+    save_file(tensors, folder / "model.safetensors")
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"vocab_size": 400})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a readable safetensors file"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), "There is no tokenizer in"),
+        (spoil_norm, "1 weights in .* are NaN or infinite"),
+        (fewer_rows, "has 420 ids, its model only 400 rows"),
+    ],
+    ids=["no weights", "cut off", "no tokenizer", "nan", "too few rows"],
+)
+def test_a_broken_hugging_face_folder_is_refused(hf_copy, spoil, words):
+    spoil(hf_copy)
+    with pytest.raises(BadInputError, match=words):
+        load_model(str(hf_copy))
+
+
+def test_weights_of_a_run_that_are_not_finite_or_do_not_fit_are_refused(hf_copy, tmp_path):
+    spoil_norm(hf_copy, 1e6)
+    workspace = Workspace(tmp_path / "work")
+    import_folder(hf_copy, workspace, "large")
+    assert same_weights(load_model("large", workspace), load_model(str(hf_copy)))
+    with pytest.raises(BadInputError, match=r"1 weights of the run large at step 0 are NaN or infinite in float16"):
+        load_model("large", workspace, dtype="float16")
+
+
+def test_flags_that_cannot_be_met_are_refused_in_words(exported, trained_workspace):
+    with pytest.raises(UsageError, match=r"cannot be run in 'int4'. Expected: float32, bfloat16, float16"):
+        load_model("tiny", trained_workspace, dtype="int4")
+    with pytest.raises(UsageError, match="has no step 3"):
+        load_model(str(exported), step=3)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="--device is cuda, but torch sees no CUDA device"):
+            load_model(str(exported), device="cuda")
+
+
+# ---- a run and its evaluation -------------------------------------------------------------------------------
+
+
 def test_newest_checkpoint_is_taken_and_an_older_one_on_request(trained, trained_workspace):
-    assert (trained.name, trained.step) == ("tiny", 30)
+    assert (trained.name, trained.step, trained.stored_dtype, trained.device.type) == ("tiny", 30, "float32", "cpu")
+    assert trained.config.model.vocab_rows == 448  # 420 ids, padded to a multiple of 64
+    assert not trained.model.training
     older = load_run(trained_workspace, "tiny", 15)
     assert older.step == 15
     assert not torch.equal(older.model.embedding.weight, trained.model.embedding.weight)
-
-
-def test_loaded_model_is_ready_to_be_asked(trained):
-    assert not trained.model.training
-    assert trained.stored_dtype == "float32"
-    assert trained.device.type == "cpu"
-    assert trained.config.model.vocab_rows == 448  # 420 ids, padded to a multiple of 64
 
 
 def test_untrained_model_is_the_one_training_starts_from(trained_workspace, tiny_config):
@@ -40,35 +236,25 @@ def test_untrained_model_is_the_one_training_starts_from(trained_workspace, tiny
     assert (first.step, first.config.model.vocab_rows) == (0, 448)
 
 
-def test_unknown_run_is_answered_with_those_there_are(trained_workspace):
-    with pytest.raises(BadInputError, match=r"no run.*tiny"):
-        load_run(trained_workspace, "tony")
-
-
-def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied, tmp_path):
-    from zero2all.tokenizer import train_tokenizer
-
-    texts = [f"{number} thousand words {number * 7919}" for number in range(3000)]
-    train_tokenizer([*texts, *(chr(0x4E00 + n) * 2 for n in range(900))], 600, copied.tokenizer, "larger")
-    for load in (lambda: load_run(copied, "tiny"), lambda: load_model("tiny", copied)):
+def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied):
+    texts = [f"{number} words {number * 7919} {chr(0x4E00 + number) * 2}" for number in range(900)] * 2
+    train_tokenizer(texts, 600, copied.tokenizer, "larger", kind="hf-bbpe")
+    for loading in (lambda: load_run(copied, "tiny"), lambda: load_model("tiny", copied)):
         with pytest.raises(BadInputError, match=r"trained with another tokenizer"):
-            load()
+            loading()
 
 
 def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
-    probes = tmp_path / "probes.jsonl"
-    pairs = tmp_path / "pairs.yaml"
+    probes, pairs = tmp_path / "probes.jsonl", tmp_path / "pairs.yaml"
     pairs.write_text("- {kind: capital, language: zh, pairs: ['中国的首都是{北京|巴黎}。']}")
-    row = {
-        "id": "1",
-        "channel": "zh",
-        "family": "capital",
-        "prompt": "中国的首都是",
-        "answer": "北京",
-        "foils": ["巴黎"],
-    }
-    probes.write_text(json.dumps(row) + "\n" + json.dumps({**row, "id": "2", "family": "arithmetic"}) + "\n")
-    report = evaluate_run(load_run(copied, "tiny"), copied, EvalOptions(max_bytes=1000, probes=probes, pairs=pairs))
+    row = {"channel": "zh", "family": "capital", "prompt": "中国的首都是", "answer": "北京", "foils": ["巴黎"]}
+    rows = [{**row, "id": "1"}, {**row, "id": "2", "family": "arithmetic"}]
+    probes.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    loaded = load_run(copied, "tiny")
+    bare = evaluate_run(loaded, copied, EvalOptions(max_bytes=100))
+    assert "probes" not in bare
+    assert not any("probes" in line for line in report_lines(bare))
+    report = evaluate_run(loaded, copied, EvalOptions(max_bytes=1000, probes=probes, pairs=pairs))
     written = json.loads((copied.run("tiny") / "eval/step-00000030.json").read_text())
     assert written == report
     assert set(written["held_out"]) == {"zh", "en"}
@@ -77,34 +263,8 @@ def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
     assert report["pairs"]["channels"]["zh"]["kinds"]["capital"]["pairs"] == 1
     for words in ("tiny at step 30", "pairs (chance", "bits/byte", "zh", "capital", "arithmetic"):
         assert words in shown
-
-
-def test_evaluations_of_several_checkpoints_are_curves_over_their_steps(copied, tmp_path):
-    probes = tmp_path / "probes.jsonl"
-    row = {"id": "1", "channel": "zh", "family": "capital", "prompt": "中国的首都是", "answer": "北京"}
-    probes.write_text(json.dumps(row, ensure_ascii=False) + "\n")
-    reports = {
-        step: evaluate_run(load_run(copied, "tiny", step), copied, EvalOptions(max_bytes=200, probes=probes))
-        for step in (30, 15)
-    }
     run = RunReader(copied.run("tiny"))
-    for metric, figure in {
-        "eval/documents/bpb/en": lambda report: report["documents"]["en"]["bits_per_byte"],
-        "eval/probes/probability/zh": lambda report: report["probes"]["channels"]["zh"]["probability"],
-        "eval/probes/zh/accuracy/capital": lambda report: report["probes"]["channels"]["zh"]["groups"]["capital"][
-            "accuracy"
-        ],
-    }.items():
-        points = run.series(metric)
-        assert points.step.tolist() == [15, 30], metric
-        assert points.value.tolist() == [figure(reports[15]), figure(reports[30])]
-        assert points.tokens.tolist() == [reports[15]["tokens"], reports[30]["tokens"]]
-        assert points.tokens[1] == 2 * points.tokens[0] > 0
+    accuracy = report["probes"]["channels"]["zh"]["groups"]["capital"]["accuracy"]
+    assert run.series("eval/probes/zh/accuracy/capital").value.tolist()[-1] == accuracy
     assert run.series("loss").step[-1] == 30, "the training curve is as it was"
     assert run.status.attempt == 1
-
-
-def test_evaluation_without_probes_has_none(copied):
-    report = evaluate_run(load_run(copied, "tiny"), copied, EvalOptions(max_bytes=100))
-    assert "probes" not in report
-    assert not any("probes" in line for line in report_lines(report))

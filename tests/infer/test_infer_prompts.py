@@ -1,5 +1,7 @@
 """Prompts from a file, and the results of many prompts on disk."""
 
+from __future__ import annotations
+
 import json
 
 import pytest
@@ -15,24 +17,21 @@ USUAL = Prompt(TextRequest("", 20, Sampling(temperature=0.5, seed=7), stop=("END
 
 def test_lines_of_text_are_prompts_and_empty_ones_are_passed_over():
     prompts = read_prompts("The cat\r\n\n  \n 中国\n".encode(), "p.txt", USUAL)
-    assert [(prompt.request.prompt, prompt.place) for prompt in prompts] == [
-        ("The cat", "p.txt line 1"),
-        (" 中国", "p.txt line 4"),
-    ]
+    found = [(prompt.request.prompt, prompt.place) for prompt in prompts]
+    assert found == [("The cat", "p.txt line 1"), (" 中国", "p.txt line 4")]
     assert all(prompt.request.sampling == USUAL.request.sampling for prompt in prompts)
+    assert read_prompts(b"{x", "p.txt", USUAL)[0].request.prompt == "{x"
+    with pytest.raises(BadInputError, match="has no prompts"):
+        read_prompts(b"\n \n", "p.txt", USUAL)
 
 
-def test_json_lines_have_settings_of_their_own():
-    line = {"prompt": "a\nb", "id": 4, "n": 2, "temperature": 1, "top_k": 3, "stop": "x", "max_new_tokens": 5}
+def test_json_lines_have_settings_of_their_own_and_each_sample_its_own_seed():
+    line = {"prompt": "a\nb", "id": 4, "n": 3, "temperature": 1, "top_k": 3, "stop": "x", "max_new_tokens": 5}
     first, second = read_prompts(f'{json.dumps(line)}\n{{"prompt": ""}}'.encode(), "standard input", USUAL)
     assert first.request == TextRequest("a\nb", 5, Sampling(1, 3, seed=7), stop=("x",))
-    assert (first.id, first.n) == (4, 2)
+    assert (first.id, first.n) == (4, 3)
+    assert [request.sampling.seed for request in first.samples()] == [7, 8, 9]
     assert second.request == USUAL.request
-
-
-def test_each_sample_of_a_prompt_has_its_own_seed():
-    (prompt,) = read_prompts(b'{"prompt": "a", "n": 3}', "p.jsonl", USUAL)
-    assert [request.sampling.seed for request in prompt.samples()] == [7, 8, 9]
 
 
 def test_json_lines_are_known_by_the_first_one_whatever_the_name(capsys):
@@ -44,14 +43,15 @@ def test_json_lines_are_known_by_the_first_one_whatever_the_name(capsys):
     assert "p.txt line 2 is a JSON object with `prompt`, but the first line is not" in capsys.readouterr().err
 
 
-def test_bad_bytes_are_said_in_the_same_words_in_text_and_json():
+def test_bad_bytes_are_said_in_the_same_words_in_text_and_json_up_to_twenty_times():
     for data, name in ((b"\xff", "p.txt"), (b'{"prompt": "\xff"}', "p.jsonl")):
         with pytest.raises(BadInputError, match=r"Correct the file:\n  line 1: 'utf-8' codec can't decode byte 0xff"):
             read_prompts(data, name, USUAL)
-
-
-def test_text_that_begins_with_a_brace_is_text_in_a_text_file():
-    assert read_prompts(b"{x", "p.txt", USUAL)[0].request.prompt == "{x"
+    with pytest.raises(BadInputError) as caught:
+        read_prompts(b"good\n" + b"\xff\x1b\n" * 25, "p.txt", USUAL)
+    for part in ("25 lines of p.txt", "line 21:", "and 5 more lines"):
+        assert part in str(caught.value)
+    assert "line 22:" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,6 @@ def test_line_that_cannot_be_used_is_named(line, said):
     assert "1 line of p.jsonl cannot be used" in str(caught.value)
     assert "line 2: " in str(caught.value)
     assert said in str(caught.value)
-
-
-def test_all_bad_lines_are_named_up_to_twenty():
-    with pytest.raises(BadInputError) as caught:
-        read_prompts(b"good\n" + b"\xff\x1b\n" * 25, "p.txt", USUAL)
-    assert "25 lines of p.txt" in str(caught.value)
-    assert "line 21:" in str(caught.value)
-    assert "line 22:" not in str(caught.value)
-    assert "and 5 more lines" in str(caught.value)
-
-
-def test_file_without_prompts_is_refused():
-    with pytest.raises(BadInputError, match="has no prompts"):
-        read_prompts(b"\n \n", "p.txt", USUAL)
 
 
 # ---- results --------------------------------------------------------------------------------------------------
@@ -140,13 +126,10 @@ def test_what_a_killed_process_finished_is_known_and_its_half_line_is_not(tmp_pa
     assert lines_of(out) == [{"index": 0}, {"index": 1}, {"index": 2}]
 
 
-def test_results_of_another_job_are_not_mixed_in(tmp_path):
+def test_two_commands_cannot_write_the_same_part(tmp_path):
     with BatchResults(tmp_path / "o.jsonl", "one") as results:
         results.add({"index": 0})
+        with pytest.raises(RunLockedError, match="Another process is writing"):
+            BatchResults(tmp_path / "o.jsonl", "one")
     with pytest.raises(UsageError, match=r"part holds results of another job .*delete the file"):
         BatchResults(tmp_path / "o.jsonl", "two")
-
-
-def test_two_commands_cannot_write_the_same_part(tmp_path):
-    with BatchResults(tmp_path / "o.jsonl", "job"), pytest.raises(RunLockedError, match="Another process is writing"):
-        BatchResults(tmp_path / "o.jsonl", "job")

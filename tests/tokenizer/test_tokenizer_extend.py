@@ -3,6 +3,7 @@
 import pytest
 import tokenizers
 
+from tests.tokenizer.test_tokenizer_load import save_gpt2_like
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
 from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer
@@ -33,6 +34,9 @@ def test_named_pieces_become_one_id_and_no_old_id_moves(folder, tokenizer, tmp_p
     assert new.vocab_size == 700 + done["pieces_added"]
     assert done["pieces_added"] == len(pieces) - done["already_there"] + done["helper_pieces"] > 4
     assert new.control == tokenizer.control
+    manifest = read_json(tmp_path / "new/manifest.json")
+    assert (manifest["tokenizer_kind"], manifest["extended_from"]) == ("extended", tokenizer.fingerprint)
+    assert manifest["extension"]["old_vocab_size"] == 700
 
 
 def test_pieces_that_contain_each_other_are_all_reached_whatever_their_order(folder, tmp_path):
@@ -76,17 +80,8 @@ def test_every_way_to_load_the_extended_folder_gives_the_same_ids_and_text_stays
 
 
 def test_folder_of_others_keeps_the_ids_of_its_added_tokens(texts, tmp_path):
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|endoftext|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
-    wrapped.save_pretrained(tmp_path / "theirs")
+    marks = ["<|im_start|>", "<|im_end|>"]
+    save_gpt2_like(tmp_path / "theirs", texts, 400, [], eos_token="<|endoftext|>", additional_special_tokens=marks)
     theirs = load_tokenizer(tmp_path / "theirs")
     assert sorted(theirs.control.values()) == [400, 401, 402], "behind the model's own vocabulary, as in Qwen2"
     _, new = extended(tmp_path / "theirs", tmp_path / "new", ["量子纠缠"])
@@ -125,20 +120,10 @@ def test_too_little_text_says_the_largest_size(folder, tmp_path):
         extended(folder, tmp_path / "other", texts=[""], vocab_size=800)
 
 
-def test_manifest_says_what_it_was_extended_from(folder, tokenizer, tmp_path):
-    extended(folder, tmp_path / "new", ["量子"])
-    manifest = read_json(tmp_path / "new/manifest.json")
-    assert (manifest["tokenizer_kind"], manifest["extended_from"]) == ("extended", tokenizer.fingerprint)
-    assert manifest["extension"]["old_vocab_size"] == 700
-
-
-def test_pieces_from_a_file_one_a_line(tmp_path):
+def test_pieces_come_from_a_file_one_a_line_and_are_spelled_by_old_ones(tokenizer, tmp_path):
     (tmp_path / "pieces.txt").write_text("量子\r\n\n quantum\n\\sx\\n\n", newline="")
     assert read_pieces(tmp_path / "pieces.txt") == ["量子", " quantum", " x\n"]
     with pytest.raises(BadInputError, match="cannot be read"):
         read_pieces(tmp_path / "absent")
-
-
-def test_new_pieces_are_spelled_by_old_ones(tokenizer):
     assert spelled_by(tokenizer, "量子".encode()) == tokenizer.encode_text("量子")
     assert [tokenizer.token_bytes(number) for number in spelled_by(tokenizer, b"\xe9\x87")] == [b"\xe9", b"\x87"]

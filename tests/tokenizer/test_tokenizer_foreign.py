@@ -1,10 +1,10 @@
 """Tokenizer files of others: the ids and texts of the reference implementations, and clear errors for other files."""
 
 import base64
-from itertools import pairwise
 
 import pytest
 
+from benchmarks.bpe_reference import reference_train
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer import load_tokenizer
@@ -14,17 +14,9 @@ from zero2all.tokenizer.stage import import_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
 
-HARD = [
-    "",
-    " ",
-    "  two  spaces ",
-    "tab\tand\nline\r\nend\n\n ",
-    "<0x41><0xFF> <unk> <s></s>",
-    "<|endoftext|> <|im_start|>",
-    "龘𠀀😀 e\u0301 \x00 \u3000 ▁ ▁▁a",
-    "It's 12345 THEY'LL don't ﬁ ①²",
-    "aaaaaaaaaa abababababa",
-]
+HARD = ["", " ", "  two  spaces ", "tab\tand\nline\r\nend\n\n ", "<0x41><0xFF> <unk> <s></s>"]
+HARD += ["<|endoftext|> <|im_start|>", "龘𠀀😀 e\u0301 \x00 \u3000 ▁ ▁▁a", "It's 12345 THEY'LL don't ﬁ ①²"]
+HARD += ["aaaaaaaaaa abababababa"]
 
 
 def train(texts, path, model_type="bpe", **options):
@@ -71,22 +63,9 @@ def test_sentencepiece_model_gives_the_ids_and_texts_of_the_library(name, texts,
 @pytest.fixture(scope="module")
 def ranks(texts):
     """A vocabulary made by plain BPE over bytes, as a .tiktoken file has it."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    words = [[bytes([byte]) for byte in word.encode()] for text in texts[:12] for word in text.split(" ")]
-    while len(ranks) < 400:
-        counts = {}
-        for word in words:
-            for pair in pairwise(word):
-                counts[pair] = counts.get(pair, 0) + 1
-        best = max(counts, key=lambda pair: (counts[pair], pair))
-        ranks.setdefault(best[0] + best[1], len(ranks))
-        for word in words:
-            place = 0
-            while place < len(word) - 1:
-                if (word[place], word[place + 1]) == best:
-                    word[place : place + 2] = [best[0] + best[1]]
-                place += 1
-    return {**ranks, b"abab unreachable": 400, b"\xe9\x87\x8f": 401}
+    pieces, _, _ = reference_train(texts[:12], 400)
+    ranks = {piece: rank for rank, piece in enumerate(pieces)}
+    return {**ranks, b"abab unreachable": len(ranks), b"\xe9\x87\x8f": len(ranks) + 1}
 
 
 def write_ranks(path, ranks):
@@ -131,7 +110,16 @@ def test_import_makes_the_tokenizer_of_a_workspace_and_folders_of_others_load_as
     assert load_tokenizer(tmp_path / "again").fingerprint == load_tokenizer(folder).fingerprint
 
 
-def test_pieces_are_added_to_byte_level_tokenizers_only(llama, english, tmp_path):
+def test_what_tokenizer_json_cannot_express_is_refused(llama, english, tmp_path):
+    loose = {"byte_fallback": False, "hard_vocab_limit": False}
+    for name, model_type, options, message in (
+        ("w", "word", loose, "it is a word model; unigram and bpe are supported"),
+        ("b", "unigram", {"hard_vocab_limit": False}, "it lacks characters of its control and byte pieces"),
+        ("o", "bpe", {"user_defined_symbols": ["[MASK]"]}, "puts a space before every text"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            load_tokenizer(train(english, tmp_path / f"{name}.model", model_type, **options))
+    # Pieces are added to byte-level tokenizers only.
     with pytest.raises(BadInputError, match=r"is SentencePiece's\. Pieces can be added to byte-level BPE"):
         Extender(llama)
     with pytest.raises(BadInputError, match="is a Unigram model"):
@@ -175,15 +163,3 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp
     (tmp_path / "own.model").write_bytes(llama.read_bytes())
     with pytest.raises(UsageError, match=r"several tokenizer files \(own.model, own.tiktoken\)"):
         load_tokenizer(tmp_path)
-
-
-def test_what_tokenizer_json_cannot_express_is_refused(english, tmp_path):
-    word = train(english, tmp_path / "w.model", "word", byte_fallback=False, hard_vocab_limit=False)
-    with pytest.raises(BadInputError, match="it is a word model; unigram and bpe are supported"):
-        load_tokenizer(word)
-    bare = train(english, tmp_path / "b.model", "unigram", hard_vocab_limit=False)
-    with pytest.raises(BadInputError, match="it lacks characters of its control and byte pieces"):
-        load_tokenizer(bare)
-    own = train(english, tmp_path / "o.model", user_defined_symbols=["[MASK]"])
-    with pytest.raises(BadInputError, match="puts a space before every text"):
-        load_tokenizer(own)

@@ -57,15 +57,14 @@ def test_the_same_tokenizer_twice_has_two_names_and_the_same_figures(report):
     assert (ours["name"], again["name"]) == ("ours", "tokenizer")
     for figure in ("tokens", "vocabulary_use", "coverage", "junk"):
         assert ours[figure] == again[figure]
-
-
-def test_the_report_is_plain_json(report):
     assert json.loads(json.dumps(report)) == report
+    for table in evaluation_tables(report):
+        assert [row[0] for row in table.rows] == ["tokenizer", "ours", "tokenizer"]
+        assert len({len(row) for row in table.rows}) == 1
 
 
-@pytest.mark.parametrize(
-    ("piece", "used", "sort"),
-    [
+def test_sorts_of_junk():
+    for piece, used, sort in (
         ("中".encode()[:2], 5, "broken"),
         (b"\xe4", 0, None),
         (b"------------", 5, "repeated"),
@@ -79,17 +78,9 @@ def test_the_report_is_plain_json(report):
         ("平章事".encode(), 2, None),
         (b"word", 0, "unused"),
         (b"word", 1, None),
-    ],
-)
-def test_sorts_of_junk(piece, used, sort):
-    assert junk_sort(piece, used) == sort
-    assert sort is None or sort in JUNK
-
-
-def test_tables_have_a_row_for_each_tokenizer(report):
-    for table in evaluation_tables(report):
-        assert [row[0] for row in table.rows] == ["tokenizer", "ours", "tokenizer"]
-        assert len({len(row) for row in table.rows}) == 1
+    ):
+        assert (piece, junk_sort(piece, used)) == (piece, sort)
+        assert sort is None or sort in JUNK
 
 
 def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_path):
@@ -105,6 +96,8 @@ def test_a_sentencepiece_model_can_be_compared(folder, texts, eval_text, tmp_pat
     (tmp_path / "bad.model").write_bytes(b"no model")
     with pytest.raises(BadInputError, match=r"bad\.model is not a tokenizer file"):
         open_candidates(folder, [str(tmp_path / "bad.model")], eval_text)
+    with pytest.raises(UsageError, match="nowhere: there is no such file or folder"):
+        open_candidates(folder, ["nowhere"], eval_text)
 
 
 def test_tiktoken_without_its_file_says_how_to_get_it(folder, eval_text, monkeypatch):
@@ -134,8 +127,3 @@ def test_a_tiktoken_encoding_can_be_compared(folder, tokenizer, eval_text, monke
     assert other["channels"]["mixed"]["tokens"] == sum(
         len(encoding.encode_ordinary(text)) for text in eval_text.channels["mixed"]
     )
-
-
-def test_what_is_neither_file_nor_folder_is_refused(folder, eval_text):
-    with pytest.raises(UsageError, match="nowhere: there is no such file or folder"):
-        open_candidates(folder, ["nowhere"], eval_text)

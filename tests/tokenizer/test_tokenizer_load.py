@@ -3,8 +3,6 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -42,34 +40,25 @@ def adversarial_texts() -> list[str]:
     ]
 
 
+PIECES = st.lists(st.sampled_from([*CONTROL_TOKENS, "\ud800", "\udfff", "天", " ", "a", "\n", "<|", "|>"]))
+
+
 @settings(max_examples=300, deadline=None)
-@given(text=st.text())
+@given(text=st.text() | PIECES.map("".join))
 def test_any_text_round_trips_without_a_control_id(tokenizer, text):
     ids = tokenizer.encode_text(text)
-    assert tokenizer.decode(ids) == text
-    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
-    assert tokenizer.control_ids.isdisjoint(ids)
-
-
-@settings(max_examples=100, deadline=None)
-@given(pieces=st.lists(st.sampled_from([*CONTROL_TOKENS, "\ud800", "\udfff", "天", " ", "a", "\n", "<|", "|>"])))
-def test_surrogates_and_control_strings_encode_as_plain_text(tokenizer, pieces):
-    text = "".join(pieces)
-    ids = tokenizer.encode_text(text)
     assert tokenizer.decode(ids) == well_formed(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == well_formed(text).encode()
     assert tokenizer.control_ids.isdisjoint(ids)
 
 
-def test_lone_surrogates_become_replacement_characters_and_pairs_are_joined(tokenizer):
+def test_lone_surrogates_become_replacement_characters_and_batches_are_one_by_one(tokenizer, texts):
     assert tokenizer.decode(tokenizer.encode_text("a\ud83db")) == "a\ufffdb"
     assert tokenizer.decode(tokenizer.encode_text("\ud83d\ude00\udc00")) == "😀\ufffd"
     assert tokenizer.encode_batch(["ok", "\ud83d"]) == [tokenizer.encode_text("ok"), tokenizer.encode_text("\ufffd")]
-
-
-def test_batch_equals_one_by_one_and_training_text_compresses(tokenizer, texts):
     batch = tokenizer.encode_batch(texts)
     assert batch == [tokenizer.encode_text(text) for text in texts]
-    assert sum(map(len, batch)) < 0.6 * sum(len(text.encode()) for text in texts)
+    assert sum(map(len, batch)) < 0.6 * sum(len(text.encode()) for text in texts), "training text compresses"
 
 
 def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tokenizer, texts):
@@ -95,21 +84,13 @@ def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tokenizer, text
     assert most >= 5
 
 
-def test_autotokenizer_and_plain_tokenizers_give_our_ids(auto, raw, tokenizer, texts):
+def test_autotokenizer_and_plain_tokenizers_give_our_ids_and_no_text_a_control_id(auto, raw, tokenizer, texts):
     for text in [*texts, "", " ", "\n\n", "  a  b ", "😀 e\u0301 \x00", *adversarial_texts()]:
         ours = tokenizer.encode_text(text)
-        assert raw.encode(text).ids == ours
-        assert auto.encode(text) == ours
-        assert auto(text)["input_ids"] == ours
+        assert tokenizer.control_ids.isdisjoint(ours), text
+        assert raw.encode(text).ids == auto.encode(text) == auto(text)["input_ids"] == ours
         assert auto.decode(ours) == raw.decode(ours) == tokenizer.decode(ours) == text
-
-
-def test_no_route_turns_text_into_a_control_id(auto, raw, tokenizer):
-    for text in adversarial_texts():
-        for ids in (tokenizer.encode_text(text), raw.encode(text).ids, auto.encode(text)):
-            assert tokenizer.control_ids.isdisjoint(ids), text
-    for ids in auto(adversarial_texts())["input_ids"]:
-        assert tokenizer.control_ids.isdisjoint(ids)
+    assert auto(adversarial_texts())["input_ids"] == tokenizer.encode_batch(adversarial_texts())
 
 
 def test_autotokenizer_knows_the_control_tokens(auto, tokenizer):
@@ -117,7 +98,10 @@ def test_autotokenizer_knows_the_control_tokens(auto, tokenizer):
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (0, 1, 5)
     assert sorted(auto.all_special_ids) == sorted(tokenizer.control_ids)
     assert len(auto) == tokenizer.vocab_size
-    assert auto.convert_tokens_to_ids(list(CONTROL_TOKENS)) == list(range(len(CONTROL_TOKENS)))
+    ids = list(range(len(CONTROL_TOKENS)))
+    assert (
+        auto.convert_tokens_to_ids(list(CONTROL_TOKENS)) == list(map(tokenizer.encode_control, CONTROL_TOKENS)) == ids
+    )
 
 
 def test_decode_skips_control_tokens_or_names_them(auto, tokenizer):
@@ -125,6 +109,10 @@ def test_decode_skips_control_tokens_or_names_them(auto, tokenizer):
     assert tokenizer.decode(ids) == auto.decode(ids, skip_special_tokens=True) == "你好 there"
     named = "<|begin_of_text|>你好 there<|end_of_text|>"
     assert tokenizer.decode(ids, skip_control=False) == auto.decode(ids) == named
+    with pytest.raises(ValueError, match="token id 700"):
+        tokenizer.decode([700])
+    with pytest.raises(UsageError, match=r"no control token '<\|eot\|>'.*<\|end_of_text\|>"):
+        tokenizer.encode_control("<|eot|>")
 
 
 @settings(max_examples=100, deadline=None)
@@ -133,37 +121,26 @@ def test_any_ids_decode_with_replacement_like_the_library(raw, tokenizer, ids):
     assert tokenizer.decode(ids, skip_control=False) == raw.decode(ids)
 
 
-def test_encode_control_gives_ids_and_names_the_choices_otherwise(tokenizer):
-    assert [tokenizer.encode_control(name) for name in CONTROL_TOKENS] == list(range(len(CONTROL_TOKENS)))
-    with pytest.raises(UsageError, match=r"no control token '<\|eot\|>'.*<\|end_of_text\|>"):
-        tokenizer.encode_control("<|eot|>")
-
-
-def test_id_beyond_the_vocabulary_is_an_error(tokenizer):
-    with pytest.raises(ValueError, match="token id 700"):
-        tokenizer.decode([700])
-
-
 def test_fingerprint_survives_reformatting_and_follows_every_change_that_matters(folder, tmp_path):
     def fingerprint_after(change) -> str:
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(folder, copy)
+        copy = shutil.copytree(folder, tmp_path / "copy")
         (copy / "manifest.json").unlink()
-        tokenizer_json, config = read_json(copy / "tokenizer.json"), read_json(copy / "tokenizer_config.json")
-        change(tokenizer_json, config)
-        (copy / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+        content, config = read_json(copy / "tokenizer.json"), read_json(copy / "tokenizer_config.json")
+        change(content, config)
+        (copy / "tokenizer.json").write_text(json.dumps(content))
         write_json(copy / "tokenizer_config.json", config)
-        return load_tokenizer(copy).fingerprint
+        found = load_tokenizer(copy).fingerprint
+        shutil.rmtree(copy)
+        return found
 
-    def swap_two_merges(tokenizer_json, config):
-        merges = tokenizer_json["model"]["merges"]
+    def swap_two_merges(content, config):
+        merges = content["model"]["merges"]
         merges[0], merges[1] = merges[1], merges[0]
 
-    def another_end(tokenizer_json, config):
+    def another_end(content, config):
         config["eos_token"] = "<|message_end|>"
 
-    def one_control_less(tokenizer_json, config):
+    def one_control_less(content, config):
         del config["added_tokens_decoder"]["13"]
         config["additional_special_tokens"].remove("<|reserved_7|>")
 
@@ -173,17 +150,13 @@ def test_fingerprint_survives_reformatting_and_follows_every_change_that_matters
     assert len({original, *changed}) == 4
 
 
-def test_tokenizer_changed_after_training_is_refused(folder, tmp_path):
+def test_tokenizer_changed_after_training_or_of_another_format_is_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
-    tokenizer_json = read_json(copy / "tokenizer.json")
-    tokenizer_json["model"]["merges"].pop()
-    write_json(copy / "tokenizer.json", tokenizer_json)
+    content = read_json(copy / "tokenizer.json")
+    content["model"]["merges"].pop()
+    write_json(copy / "tokenizer.json", content)
     with pytest.raises(BadInputError, match="was changed after it was trained"):
         load_tokenizer(copy)
-
-
-def test_folder_of_another_format_version_is_refused(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
     write_json(copy / "manifest.json", {**read_json(copy / "manifest.json"), "format": 99})
     with pytest.raises(BadInputError, match="format 99"):
         load_tokenizer(copy)
@@ -199,32 +172,21 @@ def test_damaged_or_absent_files_give_a_clear_error(tmp_path):
             load_tokenizer(tmp_path)
 
 
-def test_importing_the_package_imports_no_tokenizer_library():
-    check = "import sys, zero2all.tokenizer; sys.exit('tokenizers' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
-
-
 # ---- folders made by others ----
 
 
-def save_gpt2_like(folder: Path) -> None:
-    """Byte-level, one end token that is also the unknown token, saved by transformers."""
+def save_gpt2_like(folder: Path, texts: list[str], vocab_size: int, trained: list[str], **tokens: object) -> None:
+    """Byte-level, with tokens in the model's own vocabulary and behind it, saved by transformers."""
     transformers = pytest.importorskip("transformers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=270,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=trained, initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(["the end of the text is near the end"] * 5, trainer)
-    end = "<|endoftext|>"
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end, additional_special_tokens=["<|tool|>"]
-    )
-    wrapped.save_pretrained(folder)
+    backend.train_from_iterator(texts, trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
 
 
 def save_llama_like(folder: Path) -> None:
@@ -233,18 +195,9 @@ def save_llama_like(folder: Path) -> None:
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
     vocab = {piece: number for number, piece in enumerate(pieces)}
     model = tokenizers.models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    backend = tokenizers.Tokenizer(model)
-    backend.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace("▁", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend, norm, dec = tokenizers.Tokenizer(model), tokenizers.normalizers, tokenizers.decoders
+    backend.normalizer = norm.Sequence([norm.Prepend("▁"), norm.Replace(" ", "▁")])
+    backend.decoder = dec.Sequence([dec.Replace("▁", " "), dec.ByteFallback(), dec.Fuse(), dec.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<unk>", "<s>"])
     backend.add_tokens(["</s>"])  # not marked special, as in some folders in the wild
     backend.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -255,7 +208,9 @@ def save_llama_like(folder: Path) -> None:
 
 
 def test_byte_level_folder_saved_by_transformers_loads_and_keeps_text_apart_from_control(tmp_path):
-    save_gpt2_like(tmp_path / "foreign")
+    end, texts = "<|endoftext|>", ["the end of the text is near the end"] * 5
+    roles = {"bos_token": end, "eos_token": end, "unk_token": end}
+    save_gpt2_like(tmp_path / "foreign", texts, 270, [end], **roles, additional_special_tokens=["<|tool|>"])
     foreign = load_tokenizer(tmp_path / "foreign")
     assert foreign.control == {"<|endoftext|>": 0, "<|tool|>": 270}
     assert (foreign.begin_id, foreign.end_id, foreign.pad_id, foreign.vocab_size) == (0, 0, None, 271)
@@ -280,12 +235,17 @@ def test_sentencepiece_style_folder_loads_and_keeps_text_apart_from_control(tmp_
     assert b"".join(map(foreign.token_bytes, ids)) == f" {text}".encode()
 
 
-def test_our_folder_saved_again_by_transformers_still_keeps_text_apart(auto, tokenizer, tmp_path):
+def test_our_folder_saved_again_by_transformers_keeps_text_apart_for_all_but_plain_tokenizers(
+    auto, tokenizer, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
     auto.save_pretrained(tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
     assert again.control == tokenizer.control
     for text in adversarial_texts():
         assert again.encode_text(text) == tokenizer.encode_text(text)
+    assert 1 in tokenizers.Tokenizer.from_file(str(tmp_path / "again/tokenizer.json")).encode("a<|end_of_text|>b").ids
+    assert 1 not in transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("a<|end_of_text|>b")["input_ids"]
 
 
 def test_folder_without_a_declared_end_takes_the_usual_name_or_says_what_to_add(folder, tmp_path):

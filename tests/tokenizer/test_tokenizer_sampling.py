@@ -7,32 +7,29 @@ import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
-from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus
+from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.tokenizer import TokenizerConfig
 from zero2all.tokenizer.parts import corpus_parts, file_parts
 from zero2all.tokenizer.sampling import belongs, parse_take, shares
 from zero2all.tokenizer.stage import train_on_corpus, train_on_files
 
 DOCUMENTS = 400
-UNCLEANED = {"rules": "none", "valid_share": 0.1}
 
 
 def sentences(name):
-    return [
-        f"{name} document {number} 的 text, {number * 7919 % 1000} 个字。\nSecond line." for number in range(DOCUMENTS)
-    ]
+    numbers = range(DOCUMENTS)
+    return [f"{name} document {n} 的 text, {n * 7919 % 1000} 个字。\nSecond line." for n in numbers]
 
 
 def build(folder, shard_format="jsonl"):
-    from zero2all.corpus.dedup.config import DedupConfig
-
     sources = []
     for name in ("news", "wiki"):
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in sentences(name)))
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(name)))
         sources.append(Source(name, path, "zh"))
-    options = BuildOptions(**UNCLEANED, dedup=DedupConfig(near="off"), format=shard_format)
-    build_corpus(folder / "corpus", sources, options)
+    options = BuildOptions(rules="none", valid_share=0.1, dedup=DedupConfig(near="off"), format=shard_format)
+    build_corpus(folder / "corpus", sources, options, EngineConfig(workers=1))
     return folder / "corpus"
 
 
@@ -60,6 +57,13 @@ def test_sources_that_are_not_named_are_taken_whole(corpus):
     texts = texts_of(corpus_parts(corpus, {"news": "0"})[0])
     everything = texts_of(corpus_parts(corpus, None)[0])
     assert sorted(texts) == sorted(text for text in everything if text.startswith("wiki"))
+    assert belongs("any", Fraction(1))
+    assert not belongs("any", Fraction(0))
+    assert belongs("lone \ud800", Fraction(1, 2)) in (True, False)
+    for part_bytes in (1, 100, 5_000):  # a part is whole records, once each
+        parts, _ = corpus_parts(corpus, None, part_bytes)
+        assert texts_of(parts) == everything
+        assert len({part.name for part in parts}) == len(parts) > 2
 
 
 def test_amount_is_turned_into_a_share_of_the_source_or_of_all(corpus):
@@ -70,12 +74,6 @@ def test_amount_is_turned_into_a_share_of_the_source_or_of_all(corpus):
     assert taken["wiki"] == {"asked": "all", "share": "1", "about_bytes": taken["wiki"]["about_bytes"]}
     assert 8000 < sum(len(text.encode()) for text in texts_of(corpus_parts(corpus, "10KB")[0])) < 12000
     assert shares("1TB", {"a": 10, "b": 5}) == {"a": Fraction(1), "b": Fraction(1)}
-
-
-def test_share_of_nothing_and_of_everything():
-    assert belongs("any", Fraction(1))
-    assert not belongs("any", Fraction(0))
-    assert belongs("lone \ud800", Fraction(1, 2)) in (True, False)
 
 
 def test_what_take_says_is_understood_or_refused():
@@ -98,14 +96,6 @@ def test_what_was_taken_stands_in_the_manifest_and_decides_whether_work_is_done(
     assert (folder / "manifest.json").stat().st_mtime_ns == made, "the same share, and threads decide nothing"
     train_on_corpus(corpus, folder, TokenizerConfig(vocab_size=300, kind="hf-bbpe"))
     assert read_json(folder / "manifest.json")["taken"]["news"]["share"] == "1"
-
-
-def test_parts_of_a_shard_are_its_records_once_each_whatever_their_size(corpus):
-    whole = texts_of(corpus_parts(corpus, None)[0])
-    for part_bytes in (1, 100, 5_000):
-        parts, _ = corpus_parts(corpus, None, part_bytes)
-        assert texts_of(parts) == whole
-        assert len({part.name for part in parts}) == len(parts) > 2
 
 
 def test_parts_of_a_text_file_are_its_bytes_and_end_where_no_pre_token_does(tmp_path):

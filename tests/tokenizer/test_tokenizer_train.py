@@ -17,38 +17,19 @@ from zero2all.tokenizer.parts import file_parts
 from zero2all.tokenizer.save import tokenizer_json_of
 from zero2all.tokenizer.train import scratch_folder
 
-TRAIN_IN_A_PROCESS = """
+TRAIN_AND_DIE = """
 import json, os, signal, sys
 from pathlib import Path
 from zero2all.tokenizer import train_tokenizer
 
-source, folder, kill_after, kind, threads = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
-
 def texts():
-    for number, text in enumerate(json.loads(source.read_text())):
-        if number == kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield text
+    yield from json.loads(Path(sys.argv[1]).read_text())
+    os.kill(os.getpid(), signal.SIGKILL)
 
-train_tokenizer(texts(), 700, folder, "inputs", kind=kind, threads=int(threads))
+train_tokenizer(texts(), 700, Path(sys.argv[2]), "inputs", threads=2)
 """
 SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + 256 + 1
-KINDS = ("bpe", "hf-bbpe")
-both_kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def train_in_a_process(texts: list[str], work: Path, threads: int, kind: str, kill_after: int = -1) -> tuple[int, Path]:
-    work.mkdir(parents=True)
-    (work / "texts.json").write_text(json.dumps(texts))
-    folder = work / "tokenizer"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", TRAIN_IN_A_PROCESS),
-            *(str(work / "texts.json"), str(folder), str(kill_after), kind, str(threads)),
-        ],
-        check=False,
-    )
-    return done.returncode, folder
+both_kinds = pytest.mark.parametrize("kind", ["bpe", "hf-bbpe"])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -60,9 +41,8 @@ TIES = [f"{a}{b}{c} " * 3 for a in "abcdefgh" for b in "ijklmnop" for c in "qrst
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_same_text_gives_byte_identical_folder_with_any_thread_count(texts, tmp_path, ties):
-    given = TIES if ties else texts
     for threads in (1, 3):
-        train_tokenizer(given, 600, tmp_path / str(threads), "inputs", threads=threads)
+        train_tokenizer(TIES if ties else texts, 600, tmp_path / str(threads), "inputs", threads=threads)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
@@ -99,13 +79,23 @@ def test_training_again_from_the_same_inputs_reads_no_text(folder):
 
 
 @both_kinds
-def test_other_inputs_replace_the_old_tokenizer(texts, tmp_path, kind):
-    folder = tmp_path / "tokenizer"
-    train_tokenizer(texts, 520, folder, "first", kind=kind)
-    train_tokenizer(texts, 560, folder, "second", kind=kind)
-    assert load_tokenizer(folder).vocab_size == 560
-    assert is_current(folder, "tokenizer", "second")
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
+def test_control_strings_and_surrogates_in_the_text_are_taken_out_and_counted(texts, tmp_path, kind):
+    spelled = [" ".join(CONTROL_TOKENS) * 50, "".join(CONTROL_TOKENS) * 50, "broken \ud83d emoji"]
+    manifest = train_tokenizer([*spelled, *texts], 520, tmp_path / "t", "first", kind=kind, max_piece_bytes=6)
+    assert manifest["text"]["control_strings_removed"] == 100 * len(CONTROL_TOKENS)
+    assert manifest["text"]["documents_with_repaired_surrogates"] == 1
+    tokenizer = load_tokenizer(tmp_path / "t")
+    learned = {tokenizer.token_bytes(number) for number in range(len(CONTROL_TOKENS) + 256, 520)}
+    assert max(map(len, learned)) == 6, "max_piece_bytes is the longest learned piece"
+    assert not any(b"<|" in piece or b"reserved" in piece for piece in learned)
+    assert tokenizer.control_ids.isdisjoint(tokenizer.encode_text("".join(CONTROL_TOKENS)))
+    # Other inputs replace the old tokenizer.
+    train_tokenizer(texts, 530, tmp_path / "t", "second", kind=kind, max_piece_bytes=3)
+    tokenizer = load_tokenizer(tmp_path / "t")
+    assert max(len(tokenizer.token_bytes(number)) for number in range(len(CONTROL_TOKENS), 530)) == 3
+    assert tokenizer.vocab_size == 530
+    assert is_current(tmp_path / "t", "tokenizer", "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
 @both_kinds
@@ -128,38 +118,12 @@ def test_vocabulary_smaller_than_bytes_and_controls_is_a_usage_error(tmp_path):
     assert smallest["vocab_size"] == SMALLEST_VOCAB_SIZE
 
 
-@pytest.mark.parametrize("nothing", [[], ["", ""]])
 @both_kinds
-def test_no_text_is_refused_and_nothing_written(nothing, tmp_path, kind):
-    with pytest.raises(BadInputError, match="no text"):
-        train_tokenizer(nothing, 700, tmp_path / "tokenizer", "inputs", kind=kind)
+def test_no_text_is_refused_and_nothing_written(tmp_path, kind):
+    for nothing in ([], ["", ""]):
+        with pytest.raises(BadInputError, match="no text"):
+            train_tokenizer(nothing, 700, tmp_path / "tokenizer", "inputs", kind=kind)
     assert list(tmp_path.iterdir()) == []
-
-
-@both_kinds
-@pytest.mark.parametrize("limit", [3, 6])
-def test_max_piece_bytes_is_the_longest_learned_piece(limit, texts, tmp_path, kind):
-    train_tokenizer(texts, 520, tmp_path / "tokenizer", "inputs", kind=kind, max_piece_bytes=limit)
-    tokenizer = load_tokenizer(tmp_path / "tokenizer")
-    assert max(len(tokenizer.token_bytes(number)) for number in range(len(CONTROL_TOKENS), 520)) == limit
-
-
-@both_kinds
-def test_lone_surrogates_in_the_text_are_repaired_and_counted(texts, tmp_path, kind):
-    manifest = train_tokenizer(["broken \ud83d emoji", *texts], 520, tmp_path / "tokenizer", "inputs", kind=kind)
-    assert manifest["text"]["documents_with_repaired_surrogates"] == 1
-
-
-@both_kinds
-def test_control_strings_in_the_training_text_are_taken_out_and_counted(texts, tmp_path, kind):
-    spelled = [" ".join(CONTROL_TOKENS) * 50, "".join(CONTROL_TOKENS) * 50]
-    manifest = train_tokenizer([*spelled, *texts], 520, tmp_path / "with", "inputs", kind=kind)
-    train_tokenizer(["".join(" " * 13) * 50, *texts], 520, tmp_path / "without", "inputs", kind=kind)
-    assert manifest["text"]["control_strings_removed"] == 100 * len(CONTROL_TOKENS)
-    tokenizer = load_tokenizer(tmp_path / "with")
-    learned = {tokenizer.token_bytes(number) for number in range(len(CONTROL_TOKENS) + 256, 520)}
-    assert not any(b"<|" in piece or b"reserved" in piece for piece in learned)
-    assert tokenizer.control_ids.isdisjoint(tokenizer.encode_text("".join(CONTROL_TOKENS)))
 
 
 @both_kinds
@@ -175,13 +139,16 @@ def test_control_tokens_have_the_names_and_ids_that_the_config_gives_them(texts,
     assert tokenizer.decode(tokenizer.encode_text(text)) == text
 
 
-def test_a_control_token_that_is_also_a_piece_is_refused(texts):
+def test_a_control_token_that_is_also_a_piece_is_refused_and_a_folder_given_as_text_named(tmp_path):
     with pytest.raises(BadInputError, match=r"'shan' is also a piece learned"):
         tokenizer_json_of([b"x", b"shan"], [], ["<|a|>", "shan"])
+    with pytest.raises(BadInputError, match=r"is a folder\. --text takes files of plain text"):
+        file_parts([tmp_path])
 
 
-@both_kinds
-@pytest.mark.parametrize(("normalise", "comes_back"), [("nfc", "\u00e9 ＡＢ ﬁ"), ("nfkc", "\u00e9 AB fi")])
+@pytest.mark.parametrize(
+    ("kind", "normalise", "comes_back"), [("bpe", "nfc", "\u00e9 ＡＢ ﬁ"), ("hf-bbpe", "nfkc", "\u00e9 AB fi")]
+)
 def test_normalisation_is_saved_and_text_comes_back_in_its_form(texts, tmp_path, kind, normalise, comes_back):
     manifest = train_tokenizer(texts, 520, tmp_path / "t", "inputs", kind=kind, normalise=normalise)
     tokenizer = load_tokenizer(tmp_path / "t")
@@ -236,25 +203,17 @@ def test_failing_text_leaves_the_old_tokenizer_untouched(folder):
 
 
 def test_killed_training_leaves_nothing_to_load_and_the_next_run_finishes(texts, tmp_path):
-    code, folder = train_in_a_process(texts, tmp_path / "work", threads=2, kind="bpe", kill_after=100)
-    assert code == -signal.SIGKILL
+    (tmp_path / "texts.json").write_text(json.dumps(texts[:100]))
+    folder = tmp_path / "work/tokenizer"
+    folder.parent.mkdir()
+    words = [sys.executable, "-c", TRAIN_AND_DIE, str(tmp_path / "texts.json"), str(folder)]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    leftover = folder.with_name("tokenizer.partial-99999999")  # of a kill while writing
+    leftover.mkdir()
+    (leftover / "tokenizer.json").write_text("{")
     assert not is_current(folder, "tokenizer", "inputs")
     with pytest.raises(BadInputError, match="z2a tokenizer train"):
         load_tokenizer(folder)
     train_tokenizer(texts, 700, folder, "inputs")
     assert load_tokenizer(folder).vocab_size == 700
-
-
-def test_leftover_of_a_kill_while_writing_is_ignored_and_swept(texts, tmp_path):
-    leftover = tmp_path / "tokenizer.partial-99999999"
-    leftover.mkdir()
-    (leftover / "tokenizer.json").write_text("{")
-    with pytest.raises(BadInputError, match="no tokenizer"):
-        load_tokenizer(tmp_path / "tokenizer")
-    train_tokenizer(texts, 520, tmp_path / "tokenizer", "inputs", kind="hf-bbpe")
-    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
-
-
-def test_a_folder_given_as_text_is_called_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(BadInputError, match=r"is a folder\. --text takes files of plain text"):
-        file_parts([tmp_path])
+    assert [path.name for path in folder.parent.iterdir()] == ["tokenizer"]

@@ -6,190 +6,37 @@ import base64
 import random
 from collections.abc import Callable
 
-ZH_SUBJECTS = [
-    "老师",
-    "学生",
-    "医生",
-    "农民",
-    "工人",
-    "记者",
-    "邻居",
-    "姐姐",
-    "爷爷",
-    "船长",
-    "村长",
-    "画家",
-    "司机",
-    "店主",
-    "研究人员",
-]
-ZH_PLACES = [
-    "村口",
-    "河边",
-    "学校",
-    "图书馆",
-    "山上",
-    "车站",
-    "市场",
-    "医院",
-    "实验室",
-    "码头",
-    "老城",
-    "院子",
-    "广场",
-    "田野",
-    "海岛",
-]
-ZH_ACTIONS = [
-    "看见了一只受伤的小鸟",
-    "说起了去年夏天的大水",
-    "把旧书整理好放在窗台上",
-    "和朋友们讨论新的计划",
-    "等着从北方来的信",
-    "学会了怎样修理水车",
-    "发现门前的树已经开花",
-    "想起小时候听过的故事",
-    "准备给孩子们做晚饭",
-    "在纸上画出桥的样子",
-    "听见远处传来的钟声",
-    "写下了当天的天气和收成",
-    "决定明天一早就出发",
-    "问起这条路通向哪里",
-    "为迟到的客人点亮了灯",
-]
-ZH_LINKS = [
-    "后来",
-    "因为天气很好",
-    "虽然路不好走",
-    "到了晚上",
-    "第二天",
-    "没有人想到",
-    "就在这个时候",
-    "过了几年",
-    "据说",
-    "事实上",
-]
-EN_SUBJECTS = [
-    "teacher",
-    "sailor",
-    "doctor",
-    "farmer",
-    "reporter",
-    "neighbour",
-    "painter",
-    "driver",
-    "baker",
-    "student",
-    "engineer",
-    "captain",
-]
-EN_PLACES = [
-    "village",
-    "harbour",
-    "library",
-    "station",
-    "market",
-    "hospital",
-    "garden",
-    "workshop",
-    "island",
-    "valley",
-    "museum",
-    "bridge",
-]
-EN_ACTIONS = [
-    "found an old map under the floor",
-    "talked about the flood of last summer",
-    "put the books back on the window sill",
-    "waited for a letter from the north",
-    "learned how to mend the water wheel",
-    "noticed that the trees were in bloom",
-    "remembered a story heard long ago",
-    "drew the shape of the new bridge on paper",
-    "wrote down the weather and the harvest of the day",
-    "asked where the narrow road would lead",
-    "decided to leave before sunrise",
-    "lit a lamp for the guests who were late",
-]
+ZH_SUBJECTS = str.split("老师 学生 医生 农民 工人 记者 邻居 姐姐 爷爷 船长 村长 画家 司机 店主 研究人员")
+ZH_PLACES = str.split("村口 河边 学校 图书馆 山上 车站 市场 医院 实验室 码头 老城 院子 广场 田野 海岛")
+ZH_ACTIONS = str.split(
+    "看见了一只受伤的小鸟 说起了去年夏天的大水 把旧书整理好放在窗台上 和朋友们讨论新的计划 "
+    "等着从北方来的信 学会了怎样修理水车 发现门前的树已经开花 想起小时候听过的故事 准备给孩子们做晚饭 "
+    "在纸上画出桥的样子 听见远处传来的钟声 写下了当天的天气和收成 决定明天一早就出发 问起这条路通向哪里 "
+    "为迟到的客人点亮了灯"
+)
+ZH_LINKS = str.split("后来 因为天气很好 虽然路不好走 到了晚上 第二天 没有人想到 就在这个时候 过了几年 据说 事实上")
+EN_SUBJECTS = str.split("teacher sailor doctor farmer reporter neighbour painter driver baker student engineer captain")
+EN_PLACES = str.split("village harbour library station market hospital garden workshop island valley museum bridge")
+EN_ACTIONS = str.split(
+    "found an old map under the floor | talked about the flood of last summer | "
+    "put the books back on the window sill | waited for a letter from the north | "
+    "learned how to mend the water wheel | noticed that the trees were in bloom | "
+    "remembered a story heard long ago | drew the shape of the new bridge on paper | "
+    "wrote down the weather and the harvest of the day | asked where the narrow road would lead | "
+    "decided to leave before sunrise | lit a lamp for the guests who were late",
+    " | ",
+)
 EN_LINKS = ["Later", "Because the weather was fine", "In the evening", "The next day", "As far as we know", "Once"]
-ZH_KEYWORDS = [
-    "装修",
-    "报价",
-    "公司",
-    "批发",
-    "厂家",
-    "直销",
-    "手机",
-    "价格",
-    "优惠",
-    "北京",
-    "上海",
-    "广州",
-    "深圳",
-    "成都",
-    "网站",
-    "推广",
-    "排名",
-    "培训",
-    "学校",
-    "招生",
-    "贷款",
-    "搬家",
-    "电话",
-    "维修",
-    "空调",
-    "冰箱",
-    "热水器",
-    "二手",
-    "汽车",
-    "租赁",
-    "酒店",
-    "预订",
-    "机票",
-    "旅游",
-    "攻略",
-    "加盟",
-    "代理",
-    "品牌",
-    "官网",
-    "图片",
-    "大全",
-]
-EN_KEYWORDS = [
-    "cheap",
-    "discount",
-    "buy",
-    "online",
-    "best",
-    "price",
-    "sale",
-    "free",
-    "shipping",
-    "shoes",
-    "watches",
-    "outlet",
-    "store",
-    "replica",
-    "deal",
-    "coupon",
-    "code",
-    "insurance",
-    "quote",
-    "loan",
-    "credit",
-    "casino",
-    "poker",
-    "bonus",
-    "hotel",
-    "flights",
-    "travel",
-    "rental",
-    "cars",
-    "phones",
-    "laptop",
-    "review",
-    "download",
-]
+ZH_KEYWORDS = str.split(
+    "装修 报价 公司 批发 厂家 直销 手机 价格 优惠 北京 上海 广州 深圳 成都 网站 推广 排名 "
+    "培训 学校 招生 贷款 搬家 电话 维修 空调 冰箱 热水器 二手 汽车 租赁 酒店 预订 机票 旅游 "
+    "攻略 加盟 代理 品牌 官网 图片 大全"
+)
+EN_KEYWORDS = str.split(
+    "cheap discount buy online best price sale free shipping shoes watches outlet store replica deal coupon code "
+    "insurance quote loan credit casino poker bonus hotel flights travel rental cars phones laptop review "
+    "download"
+)
 
 
 def zh_prose(rng: random.Random, sentences: int = 40) -> str:

@@ -1,15 +1,25 @@
-"""Repair of characters: what goes, what stays, what is read again."""
+"""Repair of characters: what goes, what stays, what is read again; licences, generated and broken code."""
+
+import random
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.corpus.clean import planted
 from zero2all.corpus.clean.cleaner import Cleaner
 from zero2all.corpus.clean.config import RULES, build_config, default_config
-from zero2all.corpus.clean.repair import mend_mojibake, repair, strip_blank
+from zero2all.corpus.clean.repair import (
+    is_broken_python,
+    is_generated,
+    mend_mojibake,
+    repair,
+    strip_blank,
+    without_licence,
+)
 from zero2all.corpus.clean.tables import standard_characters
 
-PIECES = ["a", "é", "…", "”", "â", "€", "™", "Ã", "©", "\x81", "\u200b", "\u200d", "\u200c", "\r", "\n", " ", "\t"]
+PIECES = [*"aé…”â€™Ã©\x81\u200b\u200d\u200c\r\n \t\ufeff\ue000\ue82a\ud800中，😀❤\ufe0fن\u2028\x0c\u3000\U000f0000▅"]
 PIECES += [
     "\ufeff",
     "\ue000",
@@ -49,15 +59,7 @@ def bytes_of(text: str) -> int:
         ("a\ufffeb\u0378c", "abc"),
         ("　中文 \u00a0", "中文"),
         ("ｆｕｌｌ ﬁ ① ㎏", "ｆｕｌｌ ﬁ ① ㎏"),
-    ],
-)
-def test_unwanted_characters_go_and_compatibility_characters_stay(before: str, after: str) -> None:
-    assert repair(before) == after
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
+        # Joiners stay only where they join.
         ("👩\u200d💻 ok", "👩\u200d💻 ok"),
         ("❤\ufe0f\u200d🔥", "❤\ufe0f\u200d🔥"),
         ("می\u200cخواهم", "می\u200cخواهم"),
@@ -65,18 +67,19 @@ def test_unwanted_characters_go_and_compatibility_characters_stay(before: str, a
         ("中\u200d文", "中文"),
         ("wo\u200crd \u200dx", "word x"),
         ("👩\u200d\u200d💻", "👩\u200d💻"),
+        # New emoji and rare Han characters.
+        ("\U0001faef \U0001fad2 \U00020000 \U00031350", "\U0001faef \U0001fad2 \U00020000 \U00031350"),
+        # Certain punctuation is mended beside good characters.
+        ("中文 itâ€™s “fine” ï¼Œ ok", "中文 it’s “fine” ， ok"),
+        # Private-use characters of GB 18030 become standard ones beside Han.
+        ("分明\ue82a\ue82a羽林槍", "分明㧐㧐羽林槍"),
+        ("氏\ue817。\ue864，", "氏𠂉。龻，"),
+        ("menu \ue82a home", "menu  home"),  # an icon of some font
+        ("王\ue406夹", "王夹"),  # nobody knows which character this was
     ],
 )
-def test_joiners_stay_only_where_they_join(before: str, after: str) -> None:
+def test_unwanted_characters_go_and_those_that_mean_something_stay(before: str, after: str) -> None:
     assert repair(before) == after
-
-
-def test_new_emoji_and_rare_han_stay() -> None:
-    assert repair("\U0001faef \U0001fad2 \U00020000 \U00031350") == "\U0001faef \U0001fad2 \U00020000 \U00031350"
-
-
-def test_private_use_stays_when_told() -> None:
-    assert repair("a\ue000b", private_use=False) == "a\ue000b"
 
 
 @pytest.mark.parametrize(
@@ -98,30 +101,20 @@ def test_utf8_read_as_windows_1252_is_read_again(good: str) -> None:
     assert repair(twice) == good
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Un café…” dit-il",
-        "« déjà »",
-        "“IRMÔ",
-        "AMANHÅ",
-        "São Paulo, Âme, Ängström",
-        "Öl für 3 €",
-        "Ça va ? À bientôt !",
-        "中文里的 é 和 …",
-        "Ã",
-        "â€",
-    ],
+LOOKS_LIKE_MOJIBAKE = str.split(
+    "Un café…” dit-il | « déjà » | “IRMÔ | AMANHÅ | São Paulo, Âme, Ängström | Öl für 3 € | "
+    "Ça va ? À bientôt ! | 中文里的 é 和 … | Ã | â€",
+    " | ",
 )
+
+
+@pytest.mark.parametrize("text", LOOKS_LIKE_MOJIBAKE)
 def test_text_that_only_looks_like_mojibake_is_left_alone(text: str) -> None:
     assert mend_mojibake(text) == text
 
 
-def test_certain_punctuation_is_mended_beside_good_characters() -> None:
-    assert repair("中文 itâ€™s “fine” ï¼Œ ok") == "中文 it’s “fine” ， ok"
-
-
-def test_mojibake_is_kept_when_the_repair_is_off() -> None:
+def test_private_use_and_mojibake_stay_when_told() -> None:
+    assert repair("a\ue000b", private_use=False) == "a\ue000b"
     assert repair("itâ€™s", mojibake=False) == "itâ€™s"
 
 
@@ -154,11 +147,7 @@ def test_cleaner_repairs_as_repair_does(texts: list[str], channel: str) -> None:
         assert done.repaired_bytes >= 0
 
 
-def test_private_use_characters_of_gb18030_become_standard_ones_beside_han():
-    assert repair("分明\ue82a\ue82a羽林槍") == "分明㧐㧐羽林槍"
-    assert repair("氏\ue817。\ue864，") == "氏𠂉。龻，"
-    assert repair("menu \ue82a home") == "menu  home", "an icon of some font"
-    assert repair("王\ue406夹") == "王夹", "nobody knows which character this was"
+def test_the_table_of_gb18030_is_that_of_python_where_python_knows_the_character():
     assert len(standard_characters()) == 105
     trails = [trail for trail in range(0x50, 0xA1) if trail != 0x7F]
     for point, trail in zip(range(0xE815, 0xE865), trails, strict=True):
@@ -175,3 +164,64 @@ def test_private_use_characters_are_counted():
         assert each.text_bytes + each.repaired_bytes == len(text.encode())
     longer = Cleaner(default_config("zh"), "zh").clean(["氏\ue817氏"])[0]
     assert (longer.text, longer.repaired_bytes) == ("氏𠂉氏", -1)
+
+
+# ---- source code --------------------------------------------------------------------------------------------
+
+
+CODE = planted.python_code(random.Random(1)).strip()
+SHEBANG = "#!/usr/bin/env python\n# -*- coding: utf-8 -*-\n\n"
+
+
+@pytest.mark.parametrize(
+    ("header", "kept"),
+    [
+        ("# Copyright 2020 Some One\n# Licensed under the Apache License, Version 2.0\n\n", ""),
+        ("/*\n * Copyright (c) 2019\n */\n", ""),
+        ("// SPDX-License-Identifier: MIT\n", ""),
+        ("<!-- Copyright me -->\n", ""),
+        (f"{SHEBANG}# Copyright me\n", SHEBANG),
+        ("# Copyright me\n\n\n/* MIT License */\n", ""),
+        # Other beginnings stay.
+        ("# What this is about.\n", "# What this is about.\n"),
+        ('"""Copyright of the text is checked here."""\n', '"""Copyright of the text is checked here."""\n'),
+        ("#include <license.h>\n", "#include <license.h>\n"),
+    ],
+)
+def test_licence_header_is_removed_and_nothing_else(header: str, kept: str) -> None:
+    assert without_licence(header + CODE) == kept + CODE
+    (done,) = Cleaner(channel="code").clean([header + CODE + "\n"])
+    if kept in ("", SHEBANG):
+        assert (done.text, done.reason) == (kept + CODE, None)
+    assert done.text_bytes + done.repaired_bytes == len((header + CODE).encode()) + 1
+    assert Cleaner(channel="code").clean(["# Copyright me\n# All rights reserved\n"])[0].reason == "empty"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# Generated by Django 3.2 on 2021-01-01\n" + CODE, True),
+        ("/* AUTOMATICALLY GENERATED FILE - DO NOT EDIT */\nint x;\n", True),
+        ("<!-- 本文件自动生成 -->\n" + CODE, True),
+        ("\n" * 30 + "# Generated by hand\n" + CODE, False),
+        ("text = 'generated by a program'\n" + CODE, False),
+        (CODE, False),
+    ],
+)
+def test_generated_files(text: str, expected: bool) -> None:
+    assert is_generated(text) is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CODE, False),
+        ("def f(:\n", True),
+        ("print 'two'\n", True),
+        ("x = '\\d'\n", False),
+        ("(" * 5000, True),
+        ("a\0", True),
+    ],
+)
+def test_broken_python(text: str, expected: bool) -> None:
+    assert is_broken_python(text) is expected

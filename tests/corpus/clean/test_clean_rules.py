@@ -85,28 +85,25 @@ def only(rule: str, channel: str) -> CleanConfig:
 
 def test_every_dropping_rule_has_an_offender() -> None:
     assert set(OFFENDERS) == set(RULES) - set(EDITS)
+    for channel in ("zh", "en"):
+        figures = "138 2828 1212 7 2024-01-31 99.5 0.25 " * 3
+        assert (channel, Cleaner(channel=channel).clean([figures])[0].reason) == (channel, "digits")
 
 
 @pytest.mark.parametrize("rule", OFFENDERS)
-def test_rule_drops_what_it_is_for_and_nothing_when_off(rule: str) -> None:
+def test_rule_drops_what_it_is_for_and_nothing_when_off_and_keeps_good_text(rule: str) -> None:
     for channel, text in OFFENDERS[rule]:
         (done,) = Cleaner(only(rule, channel), channel).clean([text])
         assert (channel, done.reason) == (channel, rule)
         assert done.measures is not None
         if rule != "empty":
             (done,) = Cleaner(only("empty", channel), channel).clean([text])
-            assert done.reason is None
-            assert done.measures is None
-
-
-@pytest.mark.parametrize("rule", OFFENDERS)
-def test_rule_keeps_good_text(rule: str) -> None:
+            assert (done.reason, done.measures) == (None, None)
     texts = {"zh": LONG_ZH, "en": LONG_EN, "code": CODE}
     on = [channel for channel in texts if getattr(default_config(channel), rule).on]
     for channel in on or ["code"]:
-        text = texts[channel]
-        (done,) = Cleaner(only(rule, channel), channel).clean([text])
-        assert (channel, done.reason, done.text) == (channel, None, text.strip())
+        (done,) = Cleaner(only(rule, channel), channel).clean([texts[channel]])
+        assert (channel, done.reason, done.text) == (channel, None, texts[channel].strip())
 
 
 @pytest.mark.parametrize(("channel", "maker"), [(c, m) for c, makers in planted.GARBAGE.items() for m in makers])
@@ -178,32 +175,83 @@ def test_verse_and_classical_text_are_kept(form: str) -> None:
     assert done.measures["verse"] or done.measures["classical"] or done.measures["function_han_share"] > 0.09
 
 
-def test_modern_prose_is_neither_verse_nor_classical() -> None:
-    for channel, text in (("zh", LONG_ZH), ("en", LONG_EN)):
-        (done,) = Cleaner(channel=channel, measure_kept=True).clean([text])
-        assert done.measures is not None
-        assert (done.measures["verse"], done.measures["classical"]) == (0, 0)
+KEPT: dict[str, list[tuple[str, str]]] = {
+    "verse in short lines": [
+        (
+            "en",
+            "Wild rose, red thorn,\nBright star, dark stone,\nCold rain, hot bread,\nLate frost, soft moss,\n"
+            "Sweet pine, sharp salt,\nQuick fox, slow snail,\nGrey gull, black wing,\nGreen reed, white foam,\n"
+            "Long road, short night,\nOld oak, young leaf,",
+        ),
+        (
+            "other",
+            "Der Wald wird still,\nDie Nacht ist weit,\nEin Licht geht auf,\nDer Weg ist lang,\nKein Wind, kein Laut,\n"
+            "Der Mond steht hoch,\nDas Feld ist weiß,\nEin Stern, ein Baum,\nEin Haus am Fluss,\nDie Zeit vergeht,",
+        ),
+    ],
+    "verse without punctuation": [
+        (
+            "zh",
+            "我在窗前等你的信\n风从很远的地方来\n它说你已经走了\n可是我还没有睡着\n那些年的雨都停了\n"
+            "只有这盏灯还亮着\n你说过要回来看我\n在河水变暖的时候\n我把你的名字写下\n又把它一个一个忘记\n天上的月亮也老了\n它不再照着我们",
+        ),
+        (
+            "en",
+            "I waited for the morning\nand you were on the sea\nthe wind was in the garden\nand it would talk to me\n"
+            "of all the things we had been\nof what we could not say\nand how the light was fading\n"
+            "from every summer day\nso here I am in winter\nwith nothing in my hand\nbut the letter that you wrote me\n"
+            "from another land",
+        ),
+    ],
+    "a poem of rare characters, some of which mojibake has too": [
+        ("zh", "銀燭秋光冷畫屏，輕羅小扇撲流螢。\n天階夜色涼如水，坐看牽牛織女星。\n金鏡銀鈴鎖錦閣，鐘鳴鏡裏鎖銀鐘。")
+    ],
+    "reports on gambling": [
+        (
+            "zh",
+            "警方昨天通报，他们在三个城市同时行动，抓获了一个网络赌博团伙的二十名成员。据介绍，这个团伙租用境外的服务器，"
+            "通过社交软件发展下线，涉案金额超过一千万元。不少参与的人欠下债务，家庭因此破裂。办案的民警说，所谓的技巧都是骗局，"
+            "后台可以随意修改结果，参与者没有一个能够带着钱离开。检察机关已经批准逮捕其中的十二人，案件还在进一步审理之中。",
+        ),
+        (
+            "en",
+            "A bet is a promise between two people who expect different things. The odds say how much the winner gets "
+            "for each coin: at odds of four to one, a wager of ten pays forty. A bookmaker sets the odds so that the "
+            "sum of all bets leaves him a margin, whichever horse wins. Gambling is as old as racing itself, and poker "
+            "or roulette follow the same arithmetic: the casino keeps a small part of every wager.",
+        ),
+        (
+            "en",
+            "He went to the casino with his brother and lost everything at roulette before midnight. The payout he had "
+            "hoped for never came; the poker table was worse. Gambling had been his father's ruin, and he had sworn "
+            "never to bet again. On the way home he counted the odds of finding work before winter, and laughed.",
+        ),
+    ],
+    "lists of tips": [
+        (
+            "en",
+            "Study tips\n1. Start early\n2. Make a schedule\n3. Take regular breaks\n4. Turn off phones\n"
+            "5. Teach someone else\n6. Sleep well before exams\n7. Practice old questions\n8. Stay hydrated",
+        ),
+        (
+            "zh",
+            "旅行前的准备\n查好天气\n带上身份证件\n准备常用药品\n提前订好酒店\n把行程告诉家人\n检查门窗和电源\n带一点现金",
+        ),
+    ],
+    "short texts": [
+        ("zh", "今天天气很好，我们去公园玩了一会儿。"),
+        ("zh", "问：水的沸点是多少？\n答：一般是一百度。"),
+        ("zh", "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。"),
+        ("en", "The cat sat on the mat and looked at the rain."),
+        ("en", "Q: What is the capital of France?\nA: It is Paris."),
+    ],
+}
 
 
-def test_short_lines_of_verse_are_kept_in_any_language() -> None:
-    en = "\n".join(
-        f"{line},"
-        for line in (
-            "Wild rose, red thorn", "Bright star, dark stone", "Cold rain, hot bread", "Late frost, soft moss",
-            "Sweet pine, sharp salt", "Quick fox, slow snail", "Grey gull, black wing", "Green reed, white foam",
-            "Long road, short night", "Old oak, young leaf",
-        )
-    )  # fmt: skip
-    de = "\n".join(
-        f"{line},"
-        for line in (
-            "Der Wald wird still", "Die Nacht ist weit", "Ein Licht geht auf", "Der Weg ist lang",
-            "Kein Wind, kein Laut", "Der Mond steht hoch", "Das Feld ist weiß", "Ein Stern, ein Baum",
-            "Ein Haus am Fluss", "Die Zeit vergeht",
-        )
-    )  # fmt: skip
-    assert Cleaner(channel="en").clean([en])[0].reason is None
-    assert Cleaner(channel="other").clean([de])[0].reason is None
+@pytest.mark.parametrize("kind", KEPT)
+def test_good_texts_of_odd_forms_are_kept(kind: str) -> None:
+    for channel, text in KEPT[kind]:
+        assert (channel, Cleaner(channel=channel).clean([text])[0].reason) == (channel, None)
 
 
 def test_a_page_about_bits_a_glossary_and_a_formula_are_kept() -> None:
@@ -235,47 +283,6 @@ def test_a_page_about_bits_a_glossary_and_a_formula_are_kept() -> None:
             assert Cleaner(config, "en").clean([without_prose])[0].reason == rule
 
 
-def test_a_short_poem_of_rare_characters_is_no_mojibake() -> None:
-    suspects = "鏡鐘銀鎖閣錦鍾鈴"
-    poem = "銀燭秋光冷畫屏，輕羅小扇撲流螢。\n天階夜色涼如水，坐看牽牛織女星。\n金鏡銀鈴鎖錦閣，鐘鳴鏡裏鎖銀鐘。"
-    (done,) = Cleaner(only("mojibake", "zh"), "zh", measure_kept=True).clean([poem])
-    assert any(character in poem for character in suspects)
-    assert done.reason is None
-
-
-def test_reports_on_gambling_are_kept() -> None:
-    report = (
-        "警方昨天通报，他们在三个城市同时行动，抓获了一个网络赌博团伙的二十名成员。据介绍，这个团伙租用境外的服务器，"
-        "通过社交软件发展下线，涉案金额超过一千万元。不少参与的人欠下债务，家庭因此破裂。办案的民警说，所谓的技巧都是骗局，"
-        "后台可以随意修改结果，参与者没有一个能够带着钱离开。检察机关已经批准逮捕其中的十二人，案件还在进一步审理之中。"
-    )
-    assert Cleaner(channel="zh").clean([report])[0].reason is None
-
-
-def test_english_prose_on_betting_is_kept() -> None:
-    prose = [
-        "A bet is a promise between two people who expect different things. The odds say how much the winner gets "
-        "for each coin: at odds of four to one, a wager of ten pays forty. A bookmaker sets the odds so that the sum "
-        "of all bets leaves him a margin, whichever horse wins. Gambling is as old as racing itself, and poker or "
-        "roulette follow the same arithmetic: the casino keeps a small part of every wager.",
-        "He went to the casino with his brother and lost everything at roulette before midnight. The payout he had "
-        "hoped for never came; the poker table was worse. Gambling had been his father's ruin, and he had sworn never "
-        "to bet again. On the way home he counted the odds of finding work before winter, and laughed.",
-    ]
-    assert [one.reason for one in Cleaner(channel="en").clean(prose)] == [None] * len(prose)
-
-
-def test_short_lists_of_tips_are_kept() -> None:
-    tips = {
-        "en": "Study tips\n1. Start early\n2. Make a schedule\n3. Take regular breaks\n4. Turn off phones\n"
-        "5. Teach someone else\n6. Sleep well before exams\n7. Practice old questions\n8. Stay hydrated",
-        "zh": "旅行前的准备\n查好天气\n带上身份证件\n准备常用药品\n提前订好酒店\n把行程告诉家人\n"
-        "检查门窗和电源\n带一点现金",
-    }
-    for channel, text in tips.items():
-        assert (channel, Cleaner(channel=channel).clean([text])[0].reason) == (channel, None)
-
-
 def test_a_page_with_keys_is_kept_and_a_key_file_is_not() -> None:
     key = "".join(random.Random(3).choices("ABCDEFGHabcdefgh0123456789+/", k=200))
     page = f"{EN_LINES[0]}\nThe certificate is printed below, and it must be copied as it is.\n{key}\n{EN_LINES[1]}"
@@ -287,51 +294,17 @@ def test_a_page_with_keys_is_kept_and_a_key_file_is_not() -> None:
     assert Cleaner(config, "en").clean([f"-----BEGIN KEY-----\n{key}\n-----END KEY-----"])[0].reason == "blobs"
 
 
-def test_names_with_digits_in_them_are_no_damage() -> None:
+def test_names_with_digits_in_them_are_no_damage_and_a_table_in_markdown_is_no_menu() -> None:
     guide = "".join(
         f"Start zero2all/z2all.py with the {word} of the k8s cluster. Then run z2all {word} and read what z2all says.\n"
-        for word in ("name", "path", "port", "key", "user", "size", "mode", "seed", "host", "rank", "step", "file")
+        for word in str.split("name path port key user size mode seed host rank step file")
     )
-    config = only("garbled", "en")
-    assert Cleaner(config, "en").clean([guide])[0].reason is None
-    assert Cleaner(config, "en").clean([planted.en_badly_scanned(random.Random(5))])[0].reason == "garbled"
-
-
-def test_figures_alone_are_dropped_as_digits_in_any_channel() -> None:
-    figures = "138 2828 1212 7 2024-01-31 99.5 0.25 " * 3
-    for channel in ("zh", "en"):
-        assert (channel, Cleaner(channel=channel).clean([figures])[0].reason) == (channel, "digits")
-
-
-def test_a_table_in_markdown_is_no_menu() -> None:
+    assert Cleaner(only("garbled", "en"), "en").clean([guide])[0].reason is None
     rows = "\n".join(
         f"| {word} | {number} | the {word} of the house |" for number, word in enumerate(planted.EN_PLACES)
     )
-    (done,) = Cleaner(only("menu_lines", "en"), "en").clean([f"| name | number | meaning |\n|---|:-:|---|\n{rows}"])
-    assert done.reason is None
-
-
-def test_short_good_texts_are_kept() -> None:
-    zh = [
-        "今天天气很好，我们去公园玩了一会儿。",
-        "问：水的沸点是多少？\n答：一般是一百度。",
-        "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。",
-    ]
-    en = ["The cat sat on the mat and looked at the rain.", "Q: What is the capital of France?\nA: It is Paris."]
-    assert [one.reason for one in Cleaner(channel="zh").clean(zh)] == [None] * len(zh)
-    assert [one.reason for one in Cleaner(channel="en").clean(en)] == [None] * len(en)
-
-
-def test_verse_without_punctuation_is_kept() -> None:
-    verse = {
-        "zh": "我在窗前等你的信\n风从很远的地方来\n它说你已经走了\n可是我还没有睡着\n那些年的雨都停了\n"
-        "只有这盏灯还亮着\n你说过要回来看我\n在河水变暖的时候\n我把你的名字写下\n又把它一个一个忘记\n天上的月亮也老了\n它不再照着我们",
-        "en": "I waited for the morning\nand you were on the sea\nthe wind was in the garden\nand it would talk to me\n"
-        "of all the things we had been\nof what we could not say\nand how the light was fading\nfrom every summer day\n"
-        "so here I am in winter\nwith nothing in my hand\nbut the letter that you wrote me\nfrom another land",
-    }
-    for channel, text in verse.items():
-        assert Cleaner(channel=channel).clean([text])[0].reason is None
+    table = f"| name | number | meaning |\n|---|:-:|---|\n{rows}"
+    assert Cleaner(only("menu_lines", "en"), "en").clean([table])[0].reason is None
 
 
 def test_thresholds_decide() -> None:
@@ -344,11 +317,17 @@ def test_thresholds_decide() -> None:
         assert Cleaner(changed, "zh").clean([text])[0].reason == reason
 
 
-def test_measures_are_what_they_say() -> None:
-    config = only("empty", "zh")
-    text = "中文字符，中文字符。\nSee https://a.io/xy for 12 items!\n中文字符，中文字符。"
-    measures = Cleaner(config, "zh", measure_kept=True).clean([text])[0].measures
+def measures_of(text: str, channel: str = "zh", **rules: object) -> dict[str, float]:
+    """Of a text that no rule drops."""
+    config = dataclasses.replace(only("empty", channel), **rules)
+    measures = Cleaner(config, channel, measure_kept=True).clean([text])[0].measures
     assert measures is not None
+    return measures
+
+
+def test_measures_are_what_they_say() -> None:
+    text = "中文字符，中文字符。\nSee https://a.io/xy for 12 items!\n中文字符，中文字符。"
+    measures = measures_of(text)
     chars = len("".join(text.split()))
     assert measures["chars"] == chars
     assert measures["han_share"] == pytest.approx(16 / (16 + len("Seehttpsaioxyforitems")))
@@ -358,6 +337,13 @@ def test_measures_are_what_they_say() -> None:
     assert measures["duplicate_line_share"] == pytest.approx(10 / chars)
     assert measures["unended_line_share"] == 0
     assert measures["distinct_share"] == pytest.approx(len(set(text) - {" ", "\n"}) / chars)
+    for prose, channel in ((LONG_ZH, "zh"), (LONG_EN, "en")):
+        measures = measures_of(prose, channel)
+        assert (measures["verse"], measures["classical"]) == (0, 0)
+    # Ten thousand Chinese characters without a space are ten thousand units, not one word.
+    rng = random.Random(2)
+    measures = measures_of("".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(10_000)), "en")
+    assert (measures["words"], measures["han"]) == (0, 10_000)
 
 
 def ngram_shares(units: list[str], top: int, duplicate: int) -> tuple[float, float]:
@@ -379,43 +365,16 @@ def ngram_shares(units: list[str], top: int, duplicate: int) -> tuple[float, flo
     return top_chars / total, duplicate_chars / total
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 9, 10, 11, 50, 3000, WINDOW_UNITS + 5000])
-def test_repetition_is_counted_exactly(size: int) -> None:
-    rng = random.Random(size)
-    units = [rng.choice("天地玄黄宇宙洪荒" if rng.random() < 0.5 else ["word", "other", "x1"]) for _ in range(size)]
-    measures = Cleaner(only("empty", "zh"), "zh", measure_kept=True).clean([" ".join(units)])[0].measures
-    assert measures is not None
-    rules = default_config("zh")
-    config = dataclasses.replace(
-        only("empty", "zh"), top_ngram=rules.top_ngram, duplicate_ngrams=rules.duplicate_ngrams
-    )
-    measures = Cleaner(config, "zh", measure_kept=True).clean([" ".join(units)])[0].measures
-    assert measures is not None
+@pytest.mark.parametrize("size", [1, 3, 4, 9, 10, 11, 50, 3000, WINDOW_UNITS + 5000, "a word at a window's end"])
+def test_repetition_is_counted_exactly(size: int | str) -> None:
+    rng, rules = random.Random(size), default_config("zh")
+    if isinstance(size, int):
+        units = [rng.choice("天地玄黄宇宙洪荒" if rng.random() < 0.5 else ["word", "other", "x1"]) for _ in range(size)]
+        text = " ".join(units)
+    else:  # one place left: the word takes it, and the character that ends the word opens the next window
+        units = [*rng.choices("天地玄黄宇宙洪荒", k=WINDOW_UNITS - 1), "word", *rng.choices("天地玄黄", k=200_000)]
+        text = "".join(units)
+    measures = measures_of(text, top_ngram=rules.top_ngram, duplicate_ngrams=rules.duplicate_ngrams)
     top, duplicate = ngram_shares(units, rules.top_ngram.ngram_units, rules.duplicate_ngrams.ngram_units)
     assert measures["top_ngram_share"] == pytest.approx(top)
     assert measures["duplicate_ngram_share"] == pytest.approx(duplicate)
-
-
-def test_word_and_character_may_meet_at_the_end_of_a_window() -> None:
-    """One place left: the word takes it, and the character that ends the word opens the next window."""
-    rng = random.Random(3)
-    units = [*rng.choices("天地玄黄宇宙洪荒", k=WINDOW_UNITS - 1), "word", *rng.choices("天地玄黄", k=200_000)]
-    rules = default_config("zh")
-    config = dataclasses.replace(
-        only("empty", "zh"), top_ngram=rules.top_ngram, duplicate_ngrams=rules.duplicate_ngrams
-    )
-    measures = Cleaner(config, "zh", measure_kept=True).clean(["".join(units)])[0].measures
-    assert measures is not None
-    top, duplicate = ngram_shares(units, rules.top_ngram.ngram_units, rules.duplicate_ngrams.ngram_units)
-    assert measures["top_ngram_share"] == pytest.approx(top)
-    assert measures["duplicate_ngram_share"] == pytest.approx(duplicate)
-
-
-def test_chinese_is_never_counted_in_words() -> None:
-    """Ten thousand characters without a space are ten thousand units, not one word."""
-    rng = random.Random(2)
-    text = "".join(chr(rng.randrange(0x4E00, 0x9000)) for _ in range(10_000))
-    measures = Cleaner(only("empty", "en"), "en", measure_kept=True).clean([text])[0].measures
-    assert measures is not None
-    assert measures["words"] == 0
-    assert measures["han"] == 10_000

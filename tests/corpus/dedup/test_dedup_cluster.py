@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,18 +40,15 @@ def drops(units: list[list[str]], tmp_path: Path, channel: str = "zh", **setting
     return outcome(result)[0]
 
 
-def test_exact_duplicates_across_units_keep_the_first(tmp_path: Path) -> None:
+def test_of_exact_duplicates_across_units_the_longest_stays_or_the_first(tmp_path: Path) -> None:
     rng = random.Random(1)
     a, b, c = (zh_text(rng) for _ in range(3))
-    assert drops([[a, b], [b, a, c], [c]], tmp_path, near="off") == [[0, 0], [1, 1, 0], [1]]
-
-
-def test_of_exact_duplicates_the_longest_stays(tmp_path: Path) -> None:
-    assert drops([["ab cd", "ab  cd"], ["ab\n\ncd ."]], tmp_path, "en", near="off") == [[1, 0], [0]]
-
-
-def test_exact_dedup_can_be_off(tmp_path: Path) -> None:
-    assert drops([["天地玄黄", "天地玄黄"]], tmp_path, exact=False, near="off") == [[0, 0]]
+    assert drops([[a, b], [b, a, c], [c]], tmp_path / "first", near="off") == [[0, 0], [1, 1, 0], [1]]
+    assert drops([["ab cd", "ab  cd"], ["ab\n\ncd ."]], tmp_path / "longest", "en", near="off") == [[1, 0], [0]]
+    assert drops([["天地玄黄", "天地玄黄"]], tmp_path / "off", exact=False, near="off") == [[0, 0]]
+    assert find_duplicates([], tmp_path / "none", DedupConfig()).first_ids == (0,)
+    result = find_duplicates(make_units(tmp_path / "units", [[], []]), tmp_path / "work", DedupConfig())
+    assert (outcome(result)[0], clusters(result)) == ([[], []], {})
 
 
 def test_of_near_duplicates_the_longest_stays_and_the_cluster_is_recorded(tmp_path: Path) -> None:
@@ -91,13 +86,6 @@ def test_unrelated_short_and_empty_documents(channel: str, tmp_path: Path) -> No
     texts += [en_text(rng, words) for words in range(1, 40)]
     expected = [int(text in texts[:at]) for at, text in enumerate(texts)]
     assert drops([texts[:20], [], texts[20:]], tmp_path, channel) == [expected[:20], [], expected[20:]]
-
-
-def test_no_units_and_empty_units(tmp_path: Path) -> None:
-    assert find_duplicates([], tmp_path / "none", DedupConfig()).first_ids == (0,)
-    result = find_duplicates(make_units(tmp_path / "units", [[], []]), tmp_path / "work", DedupConfig())
-    assert outcome(result)[0] == [[], []]
-    assert clusters(result) == {}
 
 
 def test_large_families_leave_one_each(tmp_path: Path) -> None:
@@ -139,6 +127,18 @@ def test_outcome_does_not_depend_on_parts_workers_or_order(tmp_path: Path) -> No
     assert few.tasks >= 7
     backwards = InOrder(lambda positions: positions[::-1])
     assert outcome(find_duplicates(folders, tmp_path / "b", DedupConfig(), 3 << 20, backwards)) == reference
+    killed, rng = 0, random.Random(9)  # and a search that was killed and run again finds the same
+    for task in (1, 3, 5, 7, 9, 11, 13):
+        child = os.fork()
+        if child == 0:
+            find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20, KilledAt(task, rng.uniform(0, 0.02)))
+            os._exit(0)
+        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    again = find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20)
+    assert killed >= 3
+    assert outcome(again) == reference
+    assert not list((tmp_path / "work").glob("steps*"))
+    assert not list((tmp_path / "work").glob("*partial*"))
 
 
 def test_outcome_does_not_depend_on_how_records_are_cut_into_units(tmp_path: Path) -> None:
@@ -149,17 +149,6 @@ def test_outcome_does_not_depend_on_how_records_are_cut_into_units(tmp_path: Pat
     units = make_units(tmp_path / "many", [texts[:1], texts[1:120], [], texts[120:]])
     cut = outcome(find_duplicates(units, tmp_path / "b", DedupConfig()))
     assert (list(chain.from_iterable(cut[0])), cut[1]) == (whole[0][0], whole[1])
-
-
-class Processes:
-    """Runs tasks in worker processes."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-
-    def run(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        with ProcessPoolExecutor(self.workers, mp_context=multiprocessing.get_context("fork")) as pool:
-            yield from enumerate(pool.map(function, tasks))
 
 
 class KilledAt(InOrder):
@@ -177,24 +166,6 @@ class KilledAt(InOrder):
             yield position, function(task)
 
 
-def test_killed_search_run_again_finds_the_same(tmp_path: Path) -> None:
-    folders = random_units(tmp_path / "units", 4000, units=3, copies=0.5)
-    reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))
-    killed = 0
-    rng = random.Random(9)
-    for task in (1, 3, 5, 7, 9, 11, 13):
-        child = os.fork()
-        if child == 0:
-            find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20, KilledAt(task, rng.uniform(0, 0.02)))
-            os._exit(0)
-        killed += os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    again = find_duplicates(folders, tmp_path / "work", DedupConfig(), 1 << 20)
-    assert killed >= 3
-    assert outcome(again) == reference
-    assert not list((tmp_path / "work").glob("steps*"))
-    assert not list((tmp_path / "work").glob("*partial*"))
-
-
 def test_a_finished_search_is_not_done_again_but_other_input_is(tmp_path: Path) -> None:
     folders = make_units(tmp_path / "units", [["天地玄黄宇宙洪荒", "天地玄黄宇宙洪荒"]])
     find_duplicates(folders, tmp_path / "work", DedupConfig())
@@ -204,11 +175,15 @@ def test_a_finished_search_is_not_done_again_but_other_input_is(tmp_path: Path) 
     assert dropped(find_duplicates(folders, tmp_path / "work", DedupConfig(exact=False)), EXACT_DUPLICATE) == 0
     more = [*folders, *make_units(tmp_path / "more", [["天地玄黄宇宙洪荒"]])]
     assert dropped(find_duplicates(more, tmp_path / "work", DedupConfig()), EXACT_DUPLICATE) == 2
+    bare = make_units(tmp_path / "bare", [["天地玄黄"]], near="off")
+    with pytest.raises(BadInputError, match=r"signatures\.npy is missing"):
+        find_duplicates(bare, tmp_path / "other", DedupConfig())
+    with pytest.raises(UsageError, match="bands x rows is 100 x 6"):
+        find_duplicates(bare, tmp_path / "other", DedupConfig(bands=100))
 
 
 PEAK = """
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from pathlib import Path
 from zero2all.corpus.dedup.cluster import find_duplicates
@@ -252,11 +227,3 @@ def test_index_files_are_plain_npy(tmp_path: Path) -> None:
     assert index["ordinal"].tolist() == [0, 2, 4, 6, 8, 100, 101, 102, 103]
     assert digest_bytes(index).tolist() == [*first.digests.tolist(), *second.digests.tolist()]
     assert read_signatures(tmp_path)[5:].tolist() == second.signatures.tolist()
-
-
-def test_missing_signatures_and_bad_settings_are_named(tmp_path: Path) -> None:
-    folders = make_units(tmp_path / "units", [["天地玄黄"]], near="off")
-    with pytest.raises(BadInputError, match=r"signatures\.npy is missing"):
-        find_duplicates(folders, tmp_path / "work", DedupConfig())
-    with pytest.raises(UsageError, match="bands x rows is 100 x 6"):
-        find_duplicates(folders, tmp_path / "work", DedupConfig(bands=100))

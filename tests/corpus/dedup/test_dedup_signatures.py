@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planted import cut_documents, measure, plant, stdlib_sources
 from benchmarks.shingles import jaccard, shingle_set, units_of
-from tests.corpus.dedup.dedup_helpers import changed, en_text, text_digest, zh_text
+from tests.corpus.dedup.dedup_helpers import changed, en_text, zh_text
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.signatures import describe
 
@@ -22,17 +24,22 @@ def signatures(texts: list[str], channel: str, config: DedupConfig | None = None
     return rows
 
 
-def text_digests(texts: list[str]) -> np.ndarray:
-    return describe(texts, "en", DedupConfig(near="off")).digests
-
-
 def estimate(first: str, second: str, channel: str) -> float:
     rows = signatures([first, second], channel)
     return jaccard_estimate(int(np.count_nonzero(rows[0] == rows[1])))
 
 
-def test_digest_ignores_white_space_only() -> None:
-    assert text_digest("a  b\n c") == text_digest(" a b c\t") != text_digest("ab c")
+def test_signature_of_a_text_does_not_depend_on_its_batch() -> None:
+    rng = random.Random(2)
+    texts = [zh_text(rng, rng.randint(0, 300)) for _ in range(40)]
+    alone = np.concatenate([signatures([text], "zh") for text in texts])
+    assert (signatures(texts, "zh") == alone).all()
+    described = describe(["天地", ""], "zh", DedupConfig(near="off"))
+    assert described.signatures is None
+    assert described.text_bytes.tolist() == [6, 0]
+    assert describe([], "zh", DedupConfig()).digests.shape == (0, 16)
+    same, spaced, other = describe(["a  b\n c", " a b c\t", "ab c"], "en", DedupConfig(near="off")).digests.tolist()
+    assert same == spaced != other, "a digest ignores white space only"
 
 
 @settings(max_examples=100, deadline=None)
@@ -93,20 +100,6 @@ def test_texts_of_one_shingle_are_told_apart() -> None:
     assert max(np.count_nonzero(rows[at] == row) for at in range(len(rows)) for row in rows[:at]) < 40
 
 
-def test_signature_of_a_text_does_not_depend_on_its_batch() -> None:
-    rng = random.Random(2)
-    texts = [zh_text(rng, rng.randint(0, 300)) for _ in range(40)]
-    alone = np.concatenate([signatures([text], "zh") for text in texts])
-    assert (signatures(texts, "zh") == alone).all()
-
-
-def test_describe_without_near_makes_no_signatures() -> None:
-    described = describe(["天地", ""], "zh", DedupConfig(near="off"))
-    assert described.signatures is None
-    assert described.text_bytes.tolist() == [6, 0]
-    assert describe([], "zh", DedupConfig()).digests.shape == (0, 16)
-
-
 WIDE = str.maketrans(",.!?:;()", "，。！？：；（）")
 TRADITIONAL = str.maketrans("这个们来时为会说学国对过还没经进么样问题发", "這個們來時為會說學國對過還沒經進麼樣問題發")
 
@@ -134,3 +127,19 @@ def test_keys_are_the_same_with_and_without_signatures_and_never_the_same_for_al
     near, plain = describe(texts, "zh", DedupConfig()), describe(texts, "zh", DedupConfig(near="off"))
     assert near.keys.tolist() == plain.keys.tolist()
     assert len(set(near.keys.tolist())) == 5
+
+
+# ---- the planted test at a size for every day; benchmarks/corpus.py runs it on more -------------------------
+
+
+@pytest.mark.parametrize("channel", ["zh", "en", "code"])
+def test_planted_copies_are_found_and_nothing_else(channel: str, tmp_path: Path) -> None:
+    rng = random.Random(11)
+    if channel == "code":
+        bases = cut_documents(stdlib_sources()[:400], channel, 80)
+    else:
+        bases = [zh_text(rng, 700) if channel == "zh" else en_text(rng, 300) for _ in range(80)]
+    quality = measure(plant(bases, channel, copies=3), channel, tmp_path)
+    assert quality.similar_copies >= 50
+    assert quality.recall >= 0.95, quality
+    assert quality.false_positive_share <= 0.005, quality

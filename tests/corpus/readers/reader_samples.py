@@ -151,28 +151,36 @@ def rar4_of(members: dict[str, bytes]) -> bytes:
     return out + _rar4_block(0x7B, 0x4000, b"")
 
 
-Wrap = Callable[[str, bytes], bytes]
-WRAPPINGS: dict[str, Wrap] = {
-    "": lambda _, data: data,
-    ".gz": lambda _, data: gzip.compress(data),
-    ".bz2": lambda _, data: bz2.compress(data),
-    ".xz": lambda _, data: lzma.compress(data),
-    ".zst": lambda _, data: zstd_of(data),
-    ".frames.zst": lambda _, data: zstd_of(data, 700),
-    ".zip": lambda name, data: zip_of({name: data}),
-    ".stored.zip": lambda name, data: zip_of({name: data}, zipfile.ZIP_STORED),
-    ".bzip2.zip": lambda name, data: zip_of({name: data}, zipfile.ZIP_BZIP2),
-    ".lzma.zip": lambda name, data: zip_of({name: data}, zipfile.ZIP_LZMA),
-    ".tar": lambda name, data: tar_of({name: data}),
-    ".tar.gz": lambda name, data: gzip.compress(tar_of({name: data})),
-    ".tgz": lambda name, data: gzip.compress(tar_of({name: data})),
-    ".tar.bz2": lambda name, data: bz2.compress(tar_of({name: data})),
-    ".tar.xz": lambda name, data: lzma.compress(tar_of({name: data})),
-    ".tar.zst": lambda name, data: zstd_of(tar_of({name: data})),
-    ".7z": lambda name, data: seven_zip_of({name: data}),
-    ".rar": lambda name, data: rar5_of({name: data}),
-    ".4.rar": lambda name, data: rar4_of({name: data}),
+PACKS: dict[str, Callable[[dict[str, bytes]], bytes]] = {
+    ".zip": zip_of,
+    ".stored.zip": lambda members: zip_of(members, zipfile.ZIP_STORED),
+    ".bzip2.zip": lambda members: zip_of(members, zipfile.ZIP_BZIP2),
+    ".lzma.zip": lambda members: zip_of(members, zipfile.ZIP_LZMA),
+    ".tar": tar_of,
+    ".tar.gz": lambda members: gzip.compress(tar_of(members)),
+    ".tgz": lambda members: gzip.compress(tar_of(members)),
+    ".tar.bz2": lambda members: bz2.compress(tar_of(members)),
+    ".tar.xz": lambda members: lzma.compress(tar_of(members)),
+    ".tar.zst": lambda members: zstd_of(tar_of(members)),
+    ".7z": seven_zip_of,
+    ".rar": rar5_of,
+    ".4.rar": rar4_of,
 }
+"""Archives of several members."""
+
+STREAMS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd_of,
+    ".frames.zst": lambda data: zstd_of(data, 700),
+}
+
+
+def wrapped(wrapping: str, name: str, data: bytes) -> bytes:
+    """One file as it is, compressed, or alone in an archive."""
+    return PACKS[wrapping]({name: data}) if wrapping in PACKS else STREAMS[wrapping](data)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------

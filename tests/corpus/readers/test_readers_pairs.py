@@ -7,17 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus.readers.reader_samples import FORMATS, ROWS, TEXTS, WRAPPINGS, Wrap, damaged_of, read_all, rows_of
+from tests.corpus.readers.reader_samples import (
+    FORMATS,
+    PACKS,
+    ROWS,
+    STREAMS,
+    TEXTS,
+    Item,
+    damaged_of,
+    read_all,
+    rows_of,
+    wrapped,
+)
 from zero2all.corpus.readers import RawRow, ReaderLimits, TextBy
 
 
-@pytest.mark.parametrize("wrapping", WRAPPINGS)
-@pytest.mark.parametrize("kind", FORMATS)
-def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
-    name, make = FORMATS[kind]
-    path = tmp_path / (name + wrapping)
-    path.write_bytes(WRAPPINGS[wrapping](name, make()))
-    items = read_all(path, ReaderLimits(text_by=TextBy.LINE))
+def check_rows(kind: str, items: list[Item]) -> None:
     assert not damaged_of(items)
     if kind == "text":
         assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
@@ -25,57 +30,47 @@ def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
         assert rows_of(items) == ROWS
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrapping"),
+    [
+        (kind, wrapping)
+        for kind in FORMATS
+        for wrapping in (*STREAMS, *PACKS)
+        if kind in ("json lines", "parquet") or wrapping in ("", ".gz", ".zip", ".tar.zst", ".rar")
+    ],
+)
+def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
+    name, make = FORMATS[kind]
+    (tmp_path / (name + wrapping)).write_bytes(wrapped(wrapping, name, make()))
+    check_rows(kind, read_all(tmp_path / (name + wrapping), ReaderLimits(text_by=TextBy.LINE)))
+    if kind not in ("csv", "tsv", "text"):  # the content decides, not the name
+        (tmp_path / "a.unknown").write_bytes(wrapped(wrapping, "unknown", make()))
+        check_rows(kind, read_all(tmp_path / "a.unknown"))
+    if (kind, wrapping) == ("csv", ""):  # found by a column that is named text
+        (tmp_path / "a.txt").write_bytes(make())
+        check_rows(kind, read_all(tmp_path / "a.txt"))
+
+
 @pytest.mark.parametrize("wrapping", [".zip", ".tar", ".tar.gz", ".tar.zst", ".7z", ".rar", ".4.rar"])
 def test_one_object_a_file_in_an_archive(tmp_path: Path, wrapping: str):
-    from tests.corpus.readers.reader_samples import gzip, rar4_of, rar5_of, seven_zip_of, tar_of, zip_of, zstd_of
-
-    make = {
-        ".zip": zip_of,
-        ".tar": tar_of,
-        ".tar.gz": lambda members: gzip.compress(tar_of(members)),
-        ".tar.zst": lambda members: zstd_of(tar_of(members)),
-        ".7z": seven_zip_of,
-        ".rar": rar5_of,
-        ".4.rar": rar4_of,
-    }[wrapping]
     members = {f"part/{n:03d}.json": json.dumps(row, indent=1).encode() for n, row in enumerate(ROWS)}
-    (tmp_path / f"a{wrapping}").write_bytes(make(members))
+    (tmp_path / f"a{wrapping}").write_bytes(PACKS[wrapping](members))
     items = read_all(tmp_path / f"a{wrapping}")
     assert rows_of(items) == ROWS
     assert items[7].origin is not None
     assert items[7].origin.name == f"a{wrapping}/part/007.json"
 
 
-@pytest.mark.parametrize("wrapping", ["", ".gz", ".zst", ".zip", ".7z"])
-def test_the_name_does_not_matter(tmp_path: Path, wrapping: str):
-    for number, (kind, (_, make)) in enumerate(FORMATS.items()):
-        if kind not in ("csv", "tsv", "text"):
-            path = tmp_path / f"{number}.unknown"
-            path.write_bytes(WRAPPINGS[wrapping]("unknown", make()))
-            assert rows_of(read_all(path)) == ROWS, kind
-
-
-def test_table_without_its_ending_is_found_when_a_column_is_named_text(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(FORMATS["csv"][1]())
-    assert rows_of(read_all(tmp_path / "a.txt")) == ROWS
-
-
 @pytest.mark.parametrize("wrapping", ["", ".gz", ".tar.xz", ".zip"])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "utf-32"])
-@pytest.mark.parametrize("kind", ["json lines", "json array", "csv", "text"])
-def test_encoding_is_found_and_converted(tmp_path: Path, kind: str, encoding: str, wrapping: str):
-    name, make = FORMATS[kind]
-    data = make().decode().encode(encoding)
-    wrap: Wrap = WRAPPINGS[wrapping]
-    (tmp_path / (name + wrapping)).write_bytes(wrap(name, data))
-    items = read_all(tmp_path / (name + wrapping), ReaderLimits(text_by=TextBy.LINE))
-    assert not damaged_of(items)
-    if kind == "text":
-        assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
-    else:
-        assert rows_of(items) == ROWS
-    expected = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}.get(encoding, encoding)
-    assert {item.origin.encoding for item in items if isinstance(item, RawRow)} == {expected}
+def test_encoding_is_found_and_converted(tmp_path: Path, encoding: str, wrapping: str):
+    for kind in ("json lines", "json array", "csv", "text"):
+        name, make = FORMATS[kind]
+        (tmp_path / (name + wrapping)).write_bytes(wrapped(wrapping, name, make().decode().encode(encoding)))
+        items = read_all(tmp_path / (name + wrapping), ReaderLimits(text_by=TextBy.LINE))
+        check_rows(kind, items)
+        expected = {"utf-8-sig": "utf-8", "utf-16": "utf-16-le", "utf-32": "utf-32-le"}.get(encoding, encoding)
+        assert {item.origin.encoding for item in items if isinstance(item, RawRow)} == {expected}
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "gb18030"])
@@ -84,7 +79,7 @@ def test_text_by_file_line_blank_line_and_long(tmp_path: Path, encoding: str, wr
     name = "a.txt" + wrapping
     paragraphs = [f"第{n}段。\n" + "一些文字和 words。" * 50 for n in range(400)]
     text = "\n \n\n".join(paragraphs) + "\n"
-    (tmp_path / name).write_bytes(WRAPPINGS[wrapping]("a.txt", text.encode(encoding)))
+    (tmp_path / name).write_bytes(wrapped(wrapping, "a.txt", text.encode(encoding)))
 
     def contents(**limits: object) -> list[str]:
         items = read_all(tmp_path / name, ReaderLimits(**limits))  # type: ignore[arg-type]
@@ -106,9 +101,7 @@ def test_text_by_file_line_blank_line_and_long(tmp_path: Path, encoding: str, wr
 
 
 def test_text_and_code_in_archives_are_named_by_their_member(tmp_path: Path):
-    from tests.corpus.readers.reader_samples import zip_of
-
-    (tmp_path / "a.zip").write_bytes(zip_of({"src/b.py": b"x = 1\n", "c.md": b"# C\n"}))
+    (tmp_path / "a.zip").write_bytes(PACKS[".zip"]({"src/b.py": b"x = 1\n", "c.md": b"# C\n"}))
     code, text = rows_of(read_all(tmp_path / "a.zip"))
     assert code == {"content": "x = 1\n", "title": "src/b.py", "others": {"file": "a.zip/src/b.py"}}
     assert text == {"content": "# C\n", "title": "", "others": {"file": "a.zip/c.md"}}

@@ -73,12 +73,10 @@ def test_delimiter_and_header_of_a_table(delimiter: str):
     ],
 )
 def test_quoted_names_and_names_with_signs_are_a_header(names: list[str]):
-    rows = [
-        dict(zip(names, [f"{n}", f"No. {n}, of many", "Some words, and a few more."], strict=True)) for n in range(9)
-    ]
-    found = sniff(csv_table(rows), "a.csv")
+    rows = [[f"{n}", f"No. {n}, of many", "Some words, and a few more."] for n in range(9)]
+    found = sniff(csv_table([dict(zip(names, row, strict=True)) for row in rows]), "a.csv")
     assert (found.has_header, found.header) == (True, tuple(names))
-    quoted = "\n".join(",".join(f'"{value}"' for value in row) for row in [names, *(row.values() for row in rows)])
+    quoted = "\n".join(",".join(f'"{value}"' for value in row) for row in [names, *rows])
     assert sniff(quoted.encode(), "a.csv").header == tuple(names)
 
 
@@ -117,12 +115,9 @@ def test_what_our_own_stages_wrote_is_not_read(tmp_path: Path):
     assert listing.skipped == {"workspace": ["corpus/", "inner/", "runs/"]}
 
 
-def test_single_file_is_listed_by_its_name(tmp_path: Path):
+def test_single_file_is_listed_by_its_name_and_an_address_with_nothing_behind_it_is_refused(tmp_path: Path):
     (tmp_path / "x.txt").write_text("x")
-    assert [file.name for file in list_files(tmp_path / "x.txt").files] == ["x.txt"]
-    assert [file.name for file in list_files(str(tmp_path / "x.txt")).files] == ["x.txt"]
-
-
-def test_address_with_nothing_behind_it():
+    for path in (tmp_path / "x.txt", str(tmp_path / "x.txt")):
+        assert [file.name for file in list_files(path).files] == ["x.txt"]
     with pytest.raises(BadInputError, match="Nothing was found at memory://nowhere"):
         list_files("memory://nowhere")

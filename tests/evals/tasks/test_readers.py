@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
-import tarfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
+from tests.corpus.readers.reader_samples import parquet as parquet_of
+from tests.corpus.readers.reader_samples import tar_of, zip_of
 from zero2all.common.errors import BadInputError
 from zero2all.evals.tasks.list import READERS, read_task, read_tasks
 
@@ -23,27 +20,11 @@ def lines(*rows: Any) -> bytes:
 
 
 def parquet(*rows: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
-    return file.getvalue()
-
-
-def zipped(files: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return file.getvalue()
+    return parquet_of(rows)
 
 
 def tarred(files: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, content in files.items():
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            archive.addfile(about, io.BytesIO(content))
-    return file.getvalue()
+    return gzip.compress(tar_of(files))
 
 
 def put(data: Path, name: str, files: dict[str, bytes]) -> Path:
@@ -60,186 +41,78 @@ CEVAL_TEST = "id,question,A,B,C,D\n0,地？,红,绿,蓝,黄\n".encode()
 MMLU = b'"Sky, by day?",red,blue,green,brown,B\n'
 ARC = {"stem": "Sky?", "choices": [{"text": "red", "label": "1"}, {"text": "blue", "label": "2"}]}
 ARC_HUB = {"id": "q1", "question": "Sky?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "B"}
-SWAG = {
-    "ind": 3,
-    "activity_label": "Painting",
-    "ctx_a": "A man paints.",
-    "ctx_b": "he",
-    "ctx": "A man paints. he",
-    "endings": ["eats [step] it.", "stops."],
-}
+SWAG = {"ind": 3, "activity_label": "Painting", "ctx": "A man paints. he", "ctx_a": "A man paints.", "ctx_b": "he"}
+SWAG |= {"endings": ["eats [step] it.", "stops."]}
 PIQA = {"goal": "Cool tea", "sol1": "wait", "sol2": "heat it"}
 WINO = {"qID": "x-1", "sentence": "The cup fell off the table because _ was wet.", "option1": "cup", "option2": "table"}
 PAIR = {"sentence_good": "Dogs bark.", "sentence_bad": "Dogs barks.", "UID": "agreement", "pairID": "0"}
 C3 = [["男：你好", "女：再见"], [{"question": "谁走？", "choice": ["男", "女"], "answer": "女"}], "7-1"]
-C3_HUB = {
-    "documents": ["男：你好", "女：再见"],
-    "document_id": "7-1",
-    "questions": {"question": ["谁走？"], "answer": ["女"], "choice": [["男", "女"]]},
-}
-ASKED = {
-    "id": "D_1",
-    "question": "谁？",
-    "answers": [{"text": "李", "answer_start": 0}, {"text": "李某", "answer_start": 0}],
-}
+C3_ASKED = {"question": ["谁走？"], "answer": ["女"], "choice": [["男", "女"]]}
+C3_HUB = {"documents": ["男：你好", "女：再见"], "document_id": "7-1", "questions": C3_ASKED}
+ANSWERS = [{"text": text, "answer_start": 0} for text in ("李", "李某")]
+ASKED = {"id": "D_1", "question": "谁？", "answers": ANSWERS}
 CMRC = {"version": "v1.0", "data": [{"title": "", "paragraphs": [{"id": "D", "context": "李某来了", "qas": [ASKED]}]}]}
-CMRC_HUB = {
-    "id": "D_1",
-    "context": "李某来了",
-    "question": "谁？",
-    "answers": {"text": ["李", "李某"], "answer_start": [0, 0]},
-}
-CMRC_PLAIN = {
-    "context_id": "D",
-    "context_text": "李某来了",
-    "qas": [{"query_id": "D_1", "query_text": "谁？", "answers": ["李", "李某"]}],
-}
+CMRC_HUB = {**ASKED, "context": "李某来了", "answers": {"text": ["李", "李某"], "answer_start": [0, 0]}}
+CMRC_PLAIN = {"context_id": "D", "context_text": "李某来了"}
+CMRC_PLAIN |= {"qas": [{"query_id": "D_1", "query_text": "谁？", "answers": ["李", "李某"]}]}
+GSM_READ = ("3 bags of 4?", "It is 3*4=12. The answer is 1012.")
 GSM = {"question": "3 bags of 4?", "answer": "It is 3*4=<<3*4=12>>12.\n#### 1,012"}
-HUMAN = {
-    "task_id": "HumanEval/0",
-    "prompt": 'def one():\n    """One."""\n',
-    "canonical_solution": "    return 1\n",
-    "entry_point": "one",
-    "test": "def check(candidate):\n    assert candidate() == 1\n",
-}
+HUMAN = {"task_id": "HumanEval/0", "prompt": 'def one():\n    """One."""\n', "entry_point": "one"}
+HUMAN |= {"canonical_solution": "    return 1\n", "test": "def check(candidate):\n    assert candidate() == 1\n"}
 
 CASES = [
     ("cmmlu", {"test/agronomy.csv": CMMLU, "dev/agronomy.csv": CMMLU}, ("天？", "蓝", "agronomy", 1)),
-    ("cmmlu", {"cmmlu_v1_0_1.zip": zipped({"test/agronomy.csv": CMMLU})}, ("天？", "蓝", "agronomy", 0)),
-    (
-        "ceval",
-        {"val/law_val.csv": CEVAL_VAL, "dev/law_dev.csv": CEVAL, "test/law_test.csv": CEVAL_TEST},
-        ("海？", "蓝", "law", 1),
-    ),
-    (
-        "ceval",
-        {
-            "law/val-00000-of-00001.parquet": parquet(
-                {"id": 0, "question": "海？", "A": "红", "B": "绿", "C": "蓝", "D": "黄", "answer": "C"}
-            )
-        },
-        ("海？", "蓝", "law", 0),
-    ),
+    ("cmmlu", {"cmmlu_v1_0_1.zip": zip_of({"test/agronomy.csv": CMMLU})}, ("天？", "蓝", "agronomy", 0)),
+    ("ceval", {"val/law_val.csv": CEVAL_VAL, "dev/law_dev.csv": CEVAL, "test/law_test.csv": CEVAL_TEST},
+     ("海？", "蓝", "law", 1)),
+    ("ceval", {"law/val-00000-of-00001.parquet": parquet(
+        {"id": 0, "question": "海？", "A": "红", "B": "绿", "C": "蓝", "D": "黄", "answer": "C"})},
+     ("海？", "蓝", "law", 0)),
     ("mmlu", {"data/test/sky_test.csv": MMLU, "data/dev/sky_dev.csv": MMLU}, ("Sky, by day?", "blue", "sky", 1)),
-    (
-        "mmlu",
-        {
-            f"{folder}/test-00000-of-00001.parquet": parquet(
-                {"question": "Sky?", "subject": "sky", "choices": ["red", "blue"], "answer": 1}
-            )
-            for folder in ("all", "sky")
-        },
-        ("Sky?", "blue", "sky", 0),
-    ),
-    (
-        "arc_easy",
-        {
-            "ARC-Easy/ARC-Easy-Test.csv": b"questionID,question\n1,x\n",
-            "ARC-Easy/ARC-Easy-Test.jsonl": lines({"id": "q1", "question": ARC, "answerKey": "2"}),
-        },
-        ("Sky?", "blue", "", 0),
-    ),
-    (
-        "arc_challenge",
-        {
-            "ARC-Challenge/test-00000-of-00001.parquet": parquet(ARC_HUB),
-            "ARC-Challenge/train-00000-of-00001.parquet": parquet(ARC_HUB),
-            "ARC-Easy/test-00000-of-00001.parquet": parquet({**ARC_HUB, "question": "easy"}),
-        },
-        ("Sky?", "blue", "", 1),
-    ),
-    (
-        "hellaswag",
-        {"hellaswag_val.jsonl": lines({**SWAG, "label": 1})},
-        ("Painting: A man paints. He", "stops.", "Painting", 0),
-    ),
-    (
-        "hellaswag",
-        {"data/validation-00000-of-00001.parquet": parquet({**SWAG, "label": "0"})},
-        ("Painting: A man paints. He", "eats it.", "Painting", 0),
-    ),
+    ("mmlu", {f"{folder}/test-00000-of-00001.parquet": parquet(
+        {"question": "Sky?", "subject": "sky", "choices": ["red", "blue"], "answer": 1}) for folder in ("all", "sky")},
+     ("Sky?", "blue", "sky", 0)),
+    ("arc_easy", {"ARC-Easy/ARC-Easy-Test.csv": b"questionID,question\n1,x\n",
+                  "ARC-Easy/ARC-Easy-Test.jsonl": lines({"id": "q1", "question": ARC, "answerKey": "2"})},
+     ("Sky?", "blue", "", 0)),
+    ("arc_challenge", {"ARC-Challenge/test-00000-of-00001.parquet": parquet(ARC_HUB),
+                       "ARC-Challenge/train-00000-of-00001.parquet": parquet(ARC_HUB),
+                       "ARC-Easy/test-00000-of-00001.parquet": parquet({**ARC_HUB, "question": "easy"})},
+     ("Sky?", "blue", "", 1)),
+    ("hellaswag", {"hellaswag_val.jsonl": lines({**SWAG, "label": 1})},
+     ("Painting: A man paints. He", "stops.", "Painting", 0)),
+    ("hellaswag", {"data/validation-00000-of-00001.parquet": parquet({**SWAG, "label": "0"})},
+     ("Painting: A man paints. He", "eats it.", "Painting", 0)),
     ("piqa", {"valid.jsonl": lines(PIQA, PIQA), "valid-labels.lst": b"0\n1\n"}, ("Cool tea", "wait", "", 0)),
     ("piqa", {"data/validation-0.parquet": parquet({**PIQA, "label": 1})}, ("Cool tea", "heat it", "", 0)),
-    (
-        "winogrande",
-        {
-            "train_xl.jsonl": lines({**WINO, "answer": "2"}, {**WINO, "answer": "1"}),
-            "train_s.jsonl": lines({**WINO, "answer": "2"}),
-            "dev.jsonl": lines({**WINO, "answer": "2"}),
-        },
-        ("The cup fell off the table because _ was wet.", "table", "", 2),
-    ),
+    ("winogrande", {"train_xl.jsonl": lines({**WINO, "answer": "2"}, {**WINO, "answer": "1"}),
+                    "train_s.jsonl": lines({**WINO, "answer": "2"}), "dev.jsonl": lines({**WINO, "answer": "2"})},
+     ("The cup fell off the table because _ was wet.", "table", "", 2)),
     ("blimp", {"data/agreement.jsonl": lines(PAIR)}, ("", "Dogs bark.", "agreement", 0)),
     ("blimp", {"agreement/train-00000-of-00001.parquet": parquet(PAIR)}, ("", "Dogs bark.", "agreement", 0)),
-    (
-        "zhoblimp",
-        {"ba_passive.json": lines({"sentence_good": "他把书看了。", "sentence_bad": "他书把看了。"})},
-        ("", "他把书看了。", "ba_passive", 0),
-    ),
-    (
-        "zhoblimp",
-        {
-            "data/ZhoBLiMP.tar.gz": tarred({"ZhoBLiMP/ba.jsonl": lines({**PAIR, "UID": "ba"})}),
-            "data/ZhoBLiMP-excluded.tar.gz": tarred({"ZhoBLiMP-excluded/no.jsonl": lines(PAIR)}),
-            "data/human_validation_result.csv": b"a,b\n1,2\n",
-        },
-        ("", "Dogs bark.", "ba", 0),
-    ),
-    (
-        "blimp",
-        {"data/agreement.jsonl": lines(PAIR), "BLiMP.zip": zipped({"a.jsonl": lines(PAIR)})},
-        ("", "Dogs bark.", "agreement", 0),
-    ),
-    (
-        "c3",
-        {"c3-d-test.json": json.dumps([C3]).encode(), "c3-d-train.json": json.dumps([C3]).encode()},
-        ("谁走？", "女", "", 1),
-    ),
+    ("blimp", {"data/agreement.jsonl": lines(PAIR), "BLiMP.zip": zip_of({"a.jsonl": lines(PAIR)})},
+     ("", "Dogs bark.", "agreement", 0)),
+    ("zhoblimp", {"ba_passive.json": lines({"sentence_good": "他把书看了。", "sentence_bad": "他书把看了。"})},
+     ("", "他把书看了。", "ba_passive", 0)),
+    ("zhoblimp", {"data/ZhoBLiMP.tar.gz": tarred({"ZhoBLiMP/ba.jsonl": lines({**PAIR, "UID": "ba"})}),
+                  "data/ZhoBLiMP-excluded.tar.gz": tarred({"ZhoBLiMP-excluded/no.jsonl": lines(PAIR)}),
+                  "data/human_validation_result.csv": b"a,b\n1,2\n"}, ("", "Dogs bark.", "ba", 0)),
+    ("c3", {f"c3-d-{split}.json": json.dumps([C3]).encode() for split in ("test", "train")}, ("谁走？", "女", "", 1)),
     ("c3", {"dialog/validation-00000-of-00001.parquet": parquet(C3_HUB)}, ("谁走？", "女", "", 0)),
     ("cmrc", {"cmrc2018_dev.json": json.dumps(CMRC).encode()}, ("谁？", "李", "", 0)),
-    (
-        "cmrc",
-        {"data/cmrc2018_dev.json": json.dumps([CMRC_PLAIN]).encode()},
-        ("谁？", "李", "", 0),
-    ),
-    (
-        "cmrc",
-        {
-            "data/cmrc2018_dev.json": json.dumps([CMRC_PLAIN]).encode(),
-            "squad-style-data/cmrc2018_dev.json": json.dumps(CMRC).encode(),
-        },
-        ("谁？", "李", "", 0),
-    ),
+    ("cmrc", {"data/cmrc2018_dev.json": json.dumps([CMRC_PLAIN]).encode()}, ("谁？", "李", "", 0)),
+    ("cmrc", {"data/cmrc2018_dev.json": json.dumps([CMRC_PLAIN]).encode(),
+              "squad-style-data/cmrc2018_dev.json": json.dumps(CMRC).encode()}, ("谁？", "李", "", 0)),
     ("cmrc", {"data/validation-00000-of-00001.parquet": parquet(CMRC_HUB)}, ("谁？", "李", "", 0)),
-    (
-        "lambada",
-        {
-            "data/lambada_test.jsonl": lines({"text": "I saw Tom"}),
-            "data/lambada_test_de.jsonl": lines({"text": "Ich sah Tom"}),
-        },
-        ("I saw", "Tom", "", 0),
-    ),
-    (
-        "gsm8k",
-        {"train.jsonl": lines(GSM), "test.jsonl": lines(GSM), "test_socratic.jsonl": lines(GSM)},
-        ("3 bags of 4?", "It is 3*4=12. The answer is 1012.", "", 1),
-    ),
-    (
-        "gsm8k",
-        {"main/test-00000-of-00001.parquet": parquet(GSM)},
-        ("3 bags of 4?", "It is 3*4=12. The answer is 1012.", "", 0),
-    ),
-    (
-        "humaneval",
-        {"HumanEval.jsonl.gz": gzip.compress(lines(HUMAN)), "example_problem.jsonl": lines(HUMAN)},
-        (HUMAN["prompt"], "    return 1\n", "", 0),
-    ),
-    (
-        "humaneval",
-        {"openai_humaneval/test-00000-of-00001.parquet": parquet(HUMAN)},
-        (HUMAN["prompt"], "    return 1\n", "", 0),
-    ),
-]
+    ("lambada", {"data/lambada_test.jsonl": lines({"text": "I saw Tom"}),
+                 "data/lambada_test_de.jsonl": lines({"text": "Ich sah Tom"})}, ("I saw", "Tom", "", 0)),
+    ("gsm8k", {f"{name}.jsonl": lines(GSM) for name in ("train", "test", "test_socratic")}, (*GSM_READ, "", 1)),
+    ("gsm8k", {"main/test-00000-of-00001.parquet": parquet(GSM)}, (*GSM_READ, "", 0)),
+    ("humaneval", {"HumanEval.jsonl.gz": gzip.compress(lines(HUMAN)), "example_problem.jsonl": lines(HUMAN)},
+     (HUMAN["prompt"], "    return 1\n", "", 0)),
+    ("humaneval", {"openai_humaneval/test-00000-of-00001.parquet": parquet(HUMAN)},
+     (HUMAN["prompt"], "    return 1\n", "", 0)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "files", "expected"), CASES)
@@ -384,6 +257,7 @@ def test_an_own_question_may_have_several_answers_unless_it_has_choices(tmp_path
         ("cmmlu", {"test/a.csv": "题".encode("gb18030")}, "is not UTF-8"),
         ("mmlu", {"all/test-0.parquet": b"PAR1 broken"}, "not a complete parquet file"),
         ("humaneval", {"h.jsonl.gz": gzip.compress(b"x" * 99)[:20]}, "cannot be read"),
+        ("cmlu", {}, r"Did you mean `cmmlu`\? A set of your own"),
     ],
 )
 def test_folders_that_cannot_be_read_say_what_was_expected(tmp_path, name, files, said):
@@ -393,11 +267,10 @@ def test_folders_that_cannot_be_read_say_what_was_expected(tmp_path, name, files
 
 
 def test_no_folder_at_all(tmp_path):
-    with pytest.raises(BadInputError, match=r"Did you mean `cmmlu`\? A set of your own"):
-        read_task(tmp_path, "cmlu")
-    with pytest.raises(BadInputError, match=r"There is no benchmark `hellaswg`\. Did you mean `hellaswag`\?"):
-        read_tasks(tmp_path / "nowhere", ["mmlu", "hellaswg"])
-    with pytest.raises(BadInputError, match="There is no folder"):
-        read_tasks(tmp_path / "none", ["all"])
-    with pytest.raises(BadInputError, match="no folder with a benchmark"):
-        read_tasks(tmp_path, ["all"])
+    for folder, names, said in (
+        ("nowhere", ["mmlu", "hellaswg"], r"There is no benchmark `hellaswg`\. Did you mean `hellaswag`\?"),
+        ("none", ["all"], "There is no folder"),
+        (".", ["all"], "no folder with a benchmark"),
+    ):
+        with pytest.raises(BadInputError, match=said):
+            read_tasks(tmp_path / folder, names)
