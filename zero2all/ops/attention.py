@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -211,19 +211,28 @@ def varlen_attention(
     if boundaries is None:
         boundaries = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=query.device)
     q, k, v = (heads.transpose(1, 2).reshape(B * T, -1, D) for heads in (query, key, value))
-    return ragged_attention(q, k, v, boundaries, boundaries, T, T).view(B, T, Hq, D).transpose(1, 2)
+    borders = SequenceBorders(boundaries, T)
+    return ragged_attention(q, k, v, borders, borders).view(B, T, Hq, D).transpose(1, 2)
+
+
+class SequenceBorders(NamedTuple):
+    """Where sequences that lie end to end begin, and the end (int32); and the length of the longest."""
+
+    begins: Tensor
+    longest: int
 
 
 def ragged_attention(
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, most_queries: int, most_keys: int
+    query: Tensor, key: Tensor, value: Tensor, queries: SequenceBorders, keys: SequenceBorders
 ) -> Tensor:
-    """Sequences end to end: (N, Hq, D) queries, (M, Hk, D) keys and values -> (N, Hq, D). `queries` and `keys` (int32)
-    say where each begins, and the end. The queries of a sequence are its last positions."""
+    """Sequences end to end: (N, Hq, D) queries, (M, Hk, D) keys and values -> (N, Hq, D). The queries of a sequence are
+    its last positions."""
     from torch.nn.attention.varlen import varlen_attn
 
+    begins, longest = (queries.begins, keys.begins), (queries.longest, keys.longest)
     if not torch.is_grad_enabled():  # the same kernel, which knows groups of heads, in half of the host's time
         flash = torch.ops.aten._flash_attention_forward
-        mixed = flash(query, key, value, queries, keys, most_queries, most_keys, 0.0, True, False)[0]
+        mixed = flash(query, key, value, *begins, *longest, 0.0, True, False)[0]
         assert isinstance(mixed, Tensor)
         return mixed
     groups, known = query.shape[1] // key.shape[1], _varlen_parameters()
@@ -232,7 +241,7 @@ def ragged_attention(
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
-    mixed = varlen_attn(query, key, value, queries, keys, most_queries, most_keys, **options)
+    mixed = varlen_attn(query, key, value, *begins, *longest, **options)
     assert isinstance(mixed, Tensor)
     return mixed
 

@@ -26,6 +26,7 @@ from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
 from zero2all.estimate.step import (
     PassCosts,
+    PassOrder,
     StepTime,
     pass_costs,
     predict_step,
@@ -326,12 +327,9 @@ class Search:
         config, model = config_of(self.config, row), self.config.model
         settings = memory_settings(config, self._ops, Mesh(sizes_of(row)), int(row["samples"]), self._workspace)
         captured = not config.parallel.every_pass_communicates and config.train.cuda_graph != "off"
-        return predict_step(
-            *(model, settings, self.machine, config.parallel.schedule, config.parallel.chunks),
-            cuda_graph=captured and not model.moe.experts,
-            tokens=config.train.tokens_per_step // config.groups,
-            costs=self._pass_costs(row)[1],
-        )
+        order = PassOrder(config.parallel.schedule, config.parallel.chunks, captured and not model.moe.experts)
+        tokens = config.train.tokens_per_step // config.groups
+        return predict_step(model, settings, self.machine, order, tokens, self._pass_costs(row)[1])
 
     def _memory(self, row: Row) -> float | None:
         """Bytes of the fullest process; None: they are not there."""

@@ -18,7 +18,7 @@ from zero2all.estimate.gpus import device_of
 from zero2all.estimate.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
 from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import MemoryEstimate, MemorySettings, estimate_memory
-from zero2all.estimate.step import StepTime, pass_costs, predict_step
+from zero2all.estimate.step import PassOrder, StepTime, pass_costs, predict_step
 from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
@@ -132,7 +132,8 @@ def predict(
     captured = captured and (sizes.processes == 1 or batch.accumulation > 1)
     parallel = config.parallel
     tokens = placed.train.tokens_per_step // config.groups
-    step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured, tokens)
+    order = PassOrder(parallel.schedule, parallel.chunks, captured)
+    step = predict_step(config.model, settings, machine, order, tokens)
     return Prediction(
         batch=batch,
         machine=machine,

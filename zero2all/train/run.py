@@ -38,7 +38,7 @@ from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
-from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.checkpoints.store import CheckpointStore, SaveRules
 from zero2all.train.context import RunContext
 from zero2all.train.guards.documents import Decode
 from zero2all.train.hooks.diloco import open_ranks, with_group
@@ -241,8 +241,7 @@ def _locked_store(
             run,
             world.control,
             Retention(keep.keep_last, keep.keep_every_steps, config.guards.rollback_margin_steps, keep.keep_best),
-            when_busy=keep.when_busy,
-            peer_timeout_seconds=config.parallel.timeout_seconds,
+            rules=SaveRules(keep.when_busy, peer_timeout_seconds=config.parallel.timeout_seconds),
             fence=lock.check,
             say=say,
         )

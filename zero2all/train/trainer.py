@@ -225,10 +225,11 @@ class Trainer:
             prefetch_steps=data.prefetch_steps,
             readers=data.readers,
             reader_kind=data.reader_kind,
+            on_problem=self.log.warn_from_any_rank,
         )
         steps_left = max(0, state.last_step - state.step)
-        per_step, warn = self.config.train.tokens_per_step, self.log.warn_from_any_rank
-        loader = batches_on(self.world.device, state.data, per_step, state.tokens, steps_left, options, warn)
+        per_step = self.config.train.tokens_per_step
+        loader = batches_on(self.world.device, state.data, per_step, state.tokens, steps_left, options)
         beat("data", state.step)
         return loader
 

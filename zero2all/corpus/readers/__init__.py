@@ -28,7 +28,6 @@ from zero2all.corpus.readers.items import (
     ReaderLimits,
     TextBy,
     Unit,
-    damaged_at,
 )
 from zero2all.corpus.readers.plan import plan_units
 from zero2all.corpus.readers.read import read_unit

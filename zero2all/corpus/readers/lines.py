@@ -17,7 +17,6 @@ from zero2all.corpus.readers.items import (
     Items,
     RawRow,
     ReaderLimits,
-    damaged_at,
     first_line_of,
     too_large,
     wrong_encoding,
@@ -173,7 +172,7 @@ def parse_record(
     """
     if len(data) >= LARGE_BYTES and has_too_many_values(data, 0, len(data)):
         detail = f"the record may hold more than {MAX_VALUES:,} values, too many for a reader's memory"
-        return damaged_at(origin, at, end, "too_many_values", detail, end - at, data)
+        return origin.damaged(at, end, "too_many_values", detail, end - at, data)
     try:
         text = data.decode(encoding) if encoding != "utf-8" else data
         if not text.strip():
@@ -187,13 +186,13 @@ def parse_record(
         except UnicodeDecodeError as error:
             return wrong_encoding(origin, at, end, data, error)
         except (ValueError, RecursionError):
-            return damaged_at(origin, at, end, "invalid_json", first_line_of(strict_error), end - at, data)
+            return origin.damaged(at, end, "invalid_json", first_line_of(strict_error), end - at, data)
     if isinstance(value, dict):
         return RawRow(value, origin, at, end)
     if strings and isinstance(value, str):
         return RawRow({"text": value}, origin, at, end)
     detail = f"expected an object, found {type(value).__name__}"
-    return damaged_at(origin, at, end, "not_an_object", detail, end - at, data)
+    return origin.damaged(at, end, "not_an_object", detail, end - at, data)
 
 
 def has_too_many_values(data: bytes | bytearray, start: int, end: int) -> bool:
@@ -255,4 +254,4 @@ def broken_item(stream: Stream, origin: ItemOrigin, at: int, rest: bytes) -> Dam
     if stream.broken is None:
         raise AssertionError("asked for the damage of a stream that is whole")
     error = stream.broken
-    return damaged_at(origin, at, at, error.reason, error.detail, len(rest), rest, ends_file=True)
+    return origin.damaged(at, at, error.reason, error.detail, len(rest), rest).to_the_end()
