@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zero2all.cli.table import print_table
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.estimate.floors import Work, linear_shapes, operator_work, optimizer_work
@@ -303,4 +303,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -76,6 +76,7 @@ LOOP = """
 """
 MACHINE = """
     import sys
+    from zero2all.common.progress import show_log
     from zero2all.common.secret import run_secret
     from zero2all.parallel.launch import run_processes
     from zero2all.parallel.nodes import Nodes
@@ -84,6 +85,7 @@ MACHINE = """
     from zero2all.resilience.supervisor import Watch
     import json, pathlib
 
+    show_log()
     job = json.loads(sys.argv[1])
     folder = pathlib.Path(job["folder"])
     usual = {"limits": {"step": 60.0}, "node_silence_seconds": 20.0, "join_after_seconds": 0.5}

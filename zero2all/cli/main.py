@@ -34,6 +34,7 @@ from zero2all.common.errors import (
     is_disk_full,
     is_out_of_memory,
 )
+from zero2all.common.progress import show_log
 
 EPILOG = """\
 start here:
@@ -80,6 +81,7 @@ def main(words: list[str] | None = None) -> int:
     _open_closed_streams()
     outlive_readers()  # first: it makes new streams where those of a forked rank have become pipes
     show_what_the_encoding_lacks()
+    show_log()
     code, message = _run(words)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if words is None else ():
         signal.signal(number, signal.SIG_IGN)  # this is the end, and another Ctrl-C must not change its exit code

@@ -184,6 +184,7 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
         accept_changes=arguments.accept_changes,
         take_over=arguments.take_over,
         make_decode=_decoder(workspace),
+        say=tell,
         started=command_started(),
     )
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:

@@ -34,7 +34,7 @@ class RunLog:
         context: RunContext,
         state: TrainState,
         metrics: MetricsWriter | None = None,
-        say: Callable[[str], None] = print,
+        say: Callable[[str], None] = progress.say,
     ) -> None:
         self._state, self._world, self._metrics, self._say = state, context.world, metrics, say
         self.steps = StepReports(context, state, metrics)
