@@ -139,7 +139,7 @@ def _row(
     name: str, implementation: Implementation, taken: bool, config: RunConfig, bench: Bench, least_seconds: float
 ) -> BenchRow:
     where, device, dtype = context_here(config), pick_device(config.parallel.device), DTYPES[config.train.precision]
-    if (problem := implementation.probe(where)) is not None:
+    if (problem := implementation.check(where)) is not None:
         return BenchRow(name, implementation.name, taken, problem)
     try:
         torch.manual_seed(0)

@@ -94,7 +94,7 @@ def tiny_config() -> RunConfig:
             "train": {"name": "tiny", "steps": 30, "tokens_per_step": 1024, "micro_batch_samples": 16},
             "checkpoint": {"every_steps": 15},
             "resilience": {"supervise": False},
-            "eval": {"every_steps": 0, "valid_tokens_per_source": 256},
+            "validation": {"every_steps": 0, "tokens_per_source": 256},
         },
         "of the tests",
     )

@@ -26,7 +26,11 @@ from zero2all.config.rules import RULED, Filled, fill, with_value
 from zero2all.config.schedule import schedule_problems
 from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, TrainConfig
 
-RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
+RENAMED_FIELDS = {
+    "lr_min_share": "min_lr_ratio",
+    "eval": "validation",
+    "valid_tokens_per_source": "tokens_per_source",
+}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}, "tokenizer.kind": {"sentencepiece": "bpe"}}
 REPLACED_CHOICES = {
     "optim.kind": dict.fromkeys(("adafactor", "lion", "sgd"), "adamw"),

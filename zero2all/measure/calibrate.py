@@ -204,7 +204,7 @@ def other_settings(setting: Setting) -> Iterator[Setting]:
             is_taken = setting.ops.taken[operator] == implementation.name
             if is_taken or operator == "cross_entropy" or implementation.name in FOR_DOCUMENTS:
                 continue
-            if implementation.probe(context) is not None:
+            if implementation.check(context) is not None:
                 continue
             ops = dataclasses.replace(setting.config.ops, strict=False, **cast(Any, {operator: implementation.name}))
             yield dataclasses.replace(setting, ops=resolve(ops, context))

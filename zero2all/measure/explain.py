@@ -123,7 +123,7 @@ def _pauses(record: RunRecord) -> Iterator[RunFinding]:
     if not total:
         return
     for cause, name, least, change in (
-        ("validate", "evaluation", 0.05, "evaluate half as often"),
+        ("validate", "validation", 0.05, "validate half as often"),
         ("save", "checkpoint stalls", 0.01, "save half as often"),
     ):
         share = spent[cause] / total

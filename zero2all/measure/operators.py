@@ -46,7 +46,7 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
         {
             "operator": operator,
             "implementation": implementation.name,
-            "why_not": implementation.probe(where),
+            "why_not": implementation.check(where),
             "compile_safe": implementation.compile_safe,
             "deterministic": implementation.deterministic,
             "taken_by_auto": automatic[operator] == implementation.name,

@@ -132,12 +132,12 @@ def _sdpa_head(context: OpContext) -> str | None:
     return None
 
 
-def _probe_flash(context: OpContext) -> str | None:
+def _needs_flash(context: OpContext) -> str | None:
     return _half_precision_on_cuda(context) or _no_documents(context) or _sdpa_head(context)
 
 
 def _probe_cudnn(context: OpContext) -> str | None:
-    problem = _probe_flash(context)
+    problem = _needs_flash(context)
     if problem is not None:
         return problem
     if context.head_size > 128:
@@ -190,7 +190,7 @@ def _past_of_the_document(document_ids: Tensor) -> Callable[..., Tensor]:
     return visible
 
 
-def _probe_flex(context: OpContext) -> str | None:
+def _needs_flex(context: OpContext) -> str | None:
     if context.device != "cuda":
         return "it is compiled for CUDA devices"
     if context.dropout:
@@ -268,7 +268,7 @@ def ragged_problem(context: OpContext) -> str | None:
     return problem
 
 
-def _probe_varlen(context: OpContext) -> str | None:
+def _needs_varlen(context: OpContext) -> str | None:
     problem = ragged_problem(context)
     if problem is None and context.dropout:
         problem = "it has no dropout"
@@ -283,7 +283,7 @@ def _of_package(
     return flash_packages.flash_attention_of(module, query, key, value)
 
 
-def _probe_package(module: str, context: OpContext) -> str | None:
+def _needs_package(module: str, context: OpContext) -> str | None:
     problem = _half_precision_on_cuda(context) or _no_documents(context) or _sdpa_head(context)
     if problem is None and context.dropout:
         problem = "it has no dropout"
@@ -334,7 +334,7 @@ def _package(name: str, module: str) -> AttentionImplementation:
     return AttentionImplementation(
         name,
         partial(_of_package, module),
-        partial(_probe_package, module),
+        partial(_needs_package, module),
         compile_safe=False,
         deterministic=False,
         footprint=FUSED,
@@ -345,17 +345,17 @@ IMPLEMENTATIONS = (
     _package("fa4", flash_packages.FA4),
     AttentionImplementation("sdpa_cudnn", cudnn_attention, _probe_cudnn, deterministic=False, footprint=MASKED),
     AttentionImplementation("sdpa", sdpa_attention, deterministic=False, footprint=MASKED),
-    AttentionImplementation("sdpa_flash", flash_attention, _probe_flash, deterministic=False, footprint=MASKED),
+    AttentionImplementation("sdpa_flash", flash_attention, _needs_flash, deterministic=False, footprint=MASKED),
     AttentionImplementation(
         "varlen",
         varlen_attention,
-        _probe_varlen,
+        _needs_varlen,
         compile_safe=False,
         deterministic=False,
         footprint=FUSED,
         prepare_documents=_boundaries,
     ),
-    AttentionImplementation("flex", flex_attention, _probe_flex, footprint=FLEX, prepare_documents=_document_blocks),
+    AttentionImplementation("flex", flex_attention, _needs_flex, footprint=FLEX, prepare_documents=_document_blocks),
     _package("fa3", flash_packages.FA3),
     AttentionImplementation("math", math_attention, footprint=Footprint(_saved_by_math, backward=_gradients_by_math)),
 )

@@ -2,7 +2,7 @@
 
 One run: loss, loss per channel, held-out bits per byte per channel, learning rate, gradient norm, tokens per second,
 each only when its metrics are there. Several runs: one panel per metric, one color per run. Thin lines are the values
-as logged, thick lines are smoothed; below 50 points nothing is. Long curves keep the minimum and maximum of a bucket;
+as logged, thick lines are smoothed; below 50 points nothing is. Long curves keep the minimum and maximum of a bin;
 values that are not finite are marked in red at the bottom, resumes are dashed, unreadable lines are counted below.
 
 matplotlib is used through its objects, not through pyplot, so neither the caller's backend nor its settings change.
@@ -116,14 +116,14 @@ def plot_runs(folders: Sequence[Path], target: Path, options: PlotOptions | None
 
 
 def thin_out(x: NDArray[Any], values: NDArray[np.float64], max_points: int) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """At most `max_points` points that look the same: the lowest and the highest of every bucket, in order."""
+    """At most `max_points` points that look the same: the lowest and the highest of every bin, in order."""
     if len(x) <= max_points:
         return x, values
     keep = []
-    for bucket in np.array_split(np.arange(len(x)), max_points // 2):
-        if np.isfinite(values[bucket]).any():
-            low, high = np.nanargmin(values[bucket]), np.nanargmax(values[bucket])
-            keep += [bucket[min(low, high)], bucket[max(low, high)]]
+    for places in np.array_split(np.arange(len(x)), max_points // 2):
+        if np.isfinite(values[places]).any():
+            low, high = np.nanargmin(values[places]), np.nanargmax(values[places])
+            keep += [places[min(low, high)], places[max(low, high)]]
     index = np.unique(np.asarray(keep, dtype=np.int64))
     return x[index], values[index]
 

@@ -77,7 +77,7 @@ def test_a_run_that_just_began_is_found_however_long_listing_takes(tmp_path):
             pass
 
 
-def test_a_spike_of_one_step_is_in_the_band_however_few_buckets_there_are(client):
+def test_a_spike_of_one_step_is_in_the_band_however_few_bins_there_are(client):
     (curve,) = curves(client, {"run": "0/base", "metric": "loss", "count": 10})
     assert len(curve.columns["x"]) == 10
     assert curve.columns["high"].max() > 6.5

@@ -1,7 +1,7 @@
-"""Any number of points as at most a few thousand buckets that do not hide anything.
+"""Any number of points as at most a few thousand bins that do not hide anything.
 
-Each bucket keeps the smallest, the largest and the mean value, so a spike of one step in a million is in the
-`maximum` of its bucket. Where the points fit, they are returned as they are, one per bucket.
+Each bin keeps the smallest, the largest and the mean value, so a spike of one step in a million is in the
+`maximum` of its bin. Where the points fit, they are returned as they are, one per bin.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """A curve ready to draw: columns of equal length in order of `x`; NaN in buckets without a finite value."""
+class Bins:
+    """A curve ready to draw: columns of equal length in order of `x`; NaN in bins without a finite value."""
 
-    x: NDArray[np.float64]  # the middle of the bucket, or the point itself where there is one point per bucket
+    x: NDArray[np.float64]  # the middle of the bin, or the point itself where there is one point per bin
     minimum: NDArray[np.float32]
     maximum: NDArray[np.float32]
     mean: NDArray[np.float32]
     smooth: NDArray[np.float32] | None  # the mean of the smoothed curve; None when no smoothing was asked for
-    count: NDArray[np.uint32]  # finite values in the bucket
-    nonfinite: int  # NaN and infinities within the range, which no bucket shows
+    count: NDArray[np.uint32]  # finite values in the bin
+    nonfinite: int  # NaN and infinities within the range, which no bin shows
 
     def __len__(self) -> int:
         return len(self.x)
 
 
-def bucket(
+def bins_of(
     x: Floats,
     values: Floats,
     smooth: Floats | None = None,
     low: float | None = None,
     high: float | None = None,
     count: int = 2000,
-) -> Buckets:
-    """Put `values` at `x` (any order) into at most `count` buckets between `low` and `high`, both included."""
+) -> Bins:
+    """Put `values` at `x` (any order) into at most `count` bins between `low` and `high`, both included."""
     if count < 1:
-        raise ValueError(f"count={count}: at least one bucket is needed.")
+        raise ValueError(f"count={count}: at least one bin is needed.")
     if len(x) and not (math.isfinite(x[0]) and (np.diff(x) >= 0).all()):  # also when x holds NaN
         order = np.argsort(x, kind="stable")[: int(np.isfinite(x).sum())]
         x, values = x[order], values[order]
@@ -54,7 +54,7 @@ def bucket(
     nonfinite = len(values) - int(np.count_nonzero(known))
     if len(x) <= count:
         raw = _narrow(np.where(known, values, np.nan))
-        return Buckets(
+        return Bins(
             x.astype(np.float64), raw, raw, raw, None if smooth is None else _narrow(smooth), known.astype(np.uint32),
             nonfinite,
         )  # fmt: skip
@@ -88,7 +88,7 @@ def bucket(
         drawn = np.isfinite(smooth)
         weights = np.add.reduceat(drawn, cuts, dtype=np.uint32)
         smoothed = spread(np.add.reduceat(np.where(drawn, smooth, 0.0), cuts) / np.maximum(weights, 1), weights)
-    return Buckets(
+    return Bins(
         x=0.5 * (edges[:-1] + edges[1:]),
         minimum=spread(lowest, counts),
         maximum=spread(highest, counts),
