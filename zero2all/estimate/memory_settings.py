@@ -14,10 +14,7 @@ from zero2all.ops.footprint import Footprint, Sizes
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value by train.precision."""
 Place = Literal["device", "host"]
-PLACE_OF_STATES: dict[str, Place] = {
-    "none": "device",
-    "optimizer": "host",
-}
+PLACE_OF_STATES: dict[str, Place] = {"none": "device", "optimizer": "host"}
 """Where masters and optimizer states are kept, by parallel.offload."""
 
 

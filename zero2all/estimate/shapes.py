@@ -76,9 +76,7 @@ RULES = (
         "takes longer than its exchange while t is below f x bytes/s of the link / FLOP/s.",
     ),
     SizingRule(
-        6,
-        "The layers are a multiple of the pipeline stages p.",
-        "All stages wait for the one with the most layers.",
+        6, "The layers are a multiple of the pipeline stages p.", "All stages wait for the one with the most layers."
     ),
 )
 

@@ -27,10 +27,7 @@ from zero2all.infer.engine import Engine
 from zero2all.infer.text import TextRequest, complete, engine_request
 
 SUMMED = {
-    "en": (
-        *("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "mmlu"),
-        *("blimp", "lambada", "gsm8k"),
-    ),
+    "en": (*("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "mmlu"), *("blimp", "lambada", "gsm8k")),
     "zh": ("cmmlu", "ceval", "c3", "cmrc", "zhoblimp"),
 }
 """The tasks of the two summary numbers."""

@@ -58,9 +58,7 @@ def explain(record: RunRecord) -> Explanation:
     findings = [*_waiting(record), *_pauses(record), *_interruptions(record), *_uneven(record), *_memory(record)]
     findings += _padding(record)
     return Explanation(
-        record,
-        limit_of(record),
-        sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share)),
+        record, limit_of(record), sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share))
     )
 
 

@@ -374,11 +374,7 @@ EPILOGUES = Footprint(head=_by_chunks(_exponentials, _hidden_again), chunk_rows=
 
 IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
     Implementation(
-        "quack",
-        quack_linear_cross_entropy,
-        _with_whole_head(_needs_quack),
-        compile_safe=False,
-        footprint=EPILOGUES,
+        "quack", quack_linear_cross_entropy, _with_whole_head(_needs_quack), compile_safe=False, footprint=EPILOGUES
     ),
     Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False, footprint=CHUNKS),
     Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False, footprint=IN_STEPS),

@@ -113,13 +113,7 @@ class Prediction:
         }
 
 
-def predict(
-    config: RunConfig,
-    batch: BatchShape | None,
-    machine: Machine,
-    ops: Ops,
-    sizes: MeshSizes,
-) -> Prediction:
+def predict(config: RunConfig, batch: BatchShape | None, machine: Machine, ops: Ops, sizes: MeshSizes) -> Prediction:
     """The prediction of a config; `batch` is that of one process of the batch axes, None: its share of the config's."""
     placed, batch = shaped(config, batch, sizes)
     # A measured machine is this one, whose libraries are known.

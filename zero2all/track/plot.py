@@ -259,12 +259,7 @@ def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, s
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {
-        **STYLE,
-        "font.family": ["DejaVu Sans", *cjk_fonts()],
-        "svg.hashsalt": "zero2all",
-        "pdf.fonttype": 42,
-    }
+    style: Any = {**STYLE, "font.family": ["DejaVu Sans", *cjk_fonts()], "svg.hashsalt": "zero2all", "pdf.fonttype": 42}
     # "default" puts aside what the person has in matplotlibrc; both contexts give everything back at the end.
     with matplotlib.style.context("default"), rc_context(style):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.02, wspace=0.02)

@@ -105,11 +105,7 @@ class Plan:
 
 
 def make_plan(
-    config: RunConfig,
-    processes: int,
-    ops: Ops | None = None,
-    samples: int | None = None,
-    card: Card | None = None,
+    config: RunConfig, processes: int, ops: Ops | None = None, samples: int | None = None, card: Card | None = None
 ) -> Plan:
     """The plan for a config whose vocabulary is known; UsageError where it cannot be spread so. `card`: the GPU to plan
     for. None: that of this machine; where it has none, a run that is meant for GPUs is planned for one of them."""

@@ -136,12 +136,7 @@ def held_out_scores(
         sums.zero_()
     nats, tokens, text_bytes = world.mesh.world.sum(sums).tolist()
     return {
-        channel: {
-            "loss": cost / count,
-            "bits_per_byte": cost / math.log(2) / size,
-            "tokens": count,
-            "bytes": size,
-        }
+        channel: {"loss": cost / count, "bits_per_byte": cost / math.log(2) / size, "tokens": count, "bytes": size}
         for channel, cost, count, size in zip(channels, nats, tokens, text_bytes, strict=True)
         if count
     }

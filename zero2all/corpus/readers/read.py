@@ -50,15 +50,7 @@ from zero2all.corpus.readers.sniff import (
     inner_name,
     sniff,
 )
-from zero2all.corpus.readers.streams import (
-    FileSlice,
-    Guard,
-    Stream,
-    StreamError,
-    UnitProgress,
-    decompress,
-    spooled,
-)
+from zero2all.corpus.readers.streams import FileSlice, Guard, Stream, StreamError, UnitProgress, decompress, spooled
 
 
 def read_unit(
@@ -241,13 +233,7 @@ class _UnitReader:
         return ItemOrigin(self.name, member, found.format, encoding, encoding, path, is_code, is_misnamed, counts)
 
     def _leaf(
-        self,
-        stream: Stream,
-        found: SniffedFormat,
-        origin: ItemOrigin,
-        size: int,
-        resume: Cursor | None,
-        start: int = 0,
+        self, stream: Stream, found: SniffedFormat, origin: ItemOrigin, size: int, resume: Cursor | None, start: int = 0
     ) -> Items:
         """The items of a file or member of `size` bytes, of which the stream has those from position `start` on."""
         if resume and (resume[0] == FINISHED or self._is_whole(origin, size)):

@@ -105,12 +105,7 @@ class RowScan:
 
 
 def read_csv(
-    stream: Stream,
-    origin: ItemOrigin,
-    limits: ReaderLimits,
-    at: int,
-    table: SniffedFormat,
-    skip_header: bool,
+    stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int, table: SniffedFormat, skip_header: bool
 ) -> Items:
     """The rows from position `at`, where the stream stands. `skip_header`: the first one is the header."""
     header, delimiter = table.header, table.delimiter
@@ -205,12 +200,7 @@ def parquet_errors() -> tuple[type[BaseException], ...]:
 
 
 def read_parquet(
-    file: Path | BinaryIO,
-    origin: ItemOrigin,
-    limits: ReaderLimits,
-    unit: Unit,
-    resume_row: int,
-    progress: UnitProgress,
+    file: Path | BinaryIO, origin: ItemOrigin, limits: ReaderLimits, unit: Unit, resume_row: int, progress: UnitProgress
 ) -> Items:
     """The rows of the row groups of a unit, or of a whole file in an archive, from row `resume_row` on."""
     first_group, end_group = (unit.start, unit.end) if unit.format is Format.PARQUET else (0, None)

@@ -319,10 +319,7 @@ def _plain(
 
 
 def _beyond(
-    make: Callable[[], tuple[Call, Call]],
-    products: Callable[[], tuple[float, float]],
-    work: Work,
-    watch: Stopwatch,
+    make: Callable[[], tuple[Call, Call]], products: Callable[[], tuple[float, float]], work: Work, watch: Stopwatch
 ) -> dict[str, Any]:
     """The same for one with products, at the settled clock: its time without theirs. Where all is one figure, `work`
     has no backward."""

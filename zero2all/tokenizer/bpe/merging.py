@@ -62,12 +62,7 @@ class MergeLoop:
     """Fills `to_give` places of the vocabulary with characters and merges of at least `threshold` occurrences."""
 
     def __init__(
-        self,
-        words: Words,
-        alphabet: Alphabet,
-        to_give: int,
-        threshold: int,
-        max_piece_bytes: int | None,
+        self, words: Words, alphabet: Alphabet, to_give: int, threshold: int, max_piece_bytes: int | None
     ) -> None:
         self.words, self.alphabet, self.threshold = words, alphabet, threshold
         self.pool_bytes: int | None = None

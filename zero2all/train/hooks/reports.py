@@ -167,11 +167,7 @@ class StepReports:
         train = config.train
         if train.recompute != "none":
             again = recomputed_flops_per_token(
-                config.model,
-                seq_len,
-                train.recompute,
-                train.recompute_every,
-                self._state.model.ops.footprints,
+                config.model, seq_len, train.recompute, train.recompute_every, self._state.model.ops.footprints
             )
             spent = {name: needed[name] + again[name] for name in needed}
             values |= {f"hfu/{name}": share for name, share in compute_mfu(spent, speed, device).items()}
