@@ -23,7 +23,7 @@ from zero2all.track.reader import read_run
 from zero2all.train import trainer
 from zero2all.train.build import op_context
 from zero2all.train.guards.detector import StepLimits
-from zero2all.train.hooks.update_ratios import UpdateRatios
+from zero2all.train.hooks.reports import UpdateRatios
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data

@@ -111,7 +111,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
     from zero2all.packed.remote import packed_root
-    from zero2all.packed.stats import packed_stats
+    from zero2all.packed.show import packed_stats
     from zero2all.train.run_data import open_run_data
 
     workspace = workspace_of(arguments)

@@ -50,7 +50,7 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
 MODULES = {
     **{"help": "overview", "quickstart": "quickstart", "corpus": "corpus", "tokenizer": "tokenizer", "pack": "data"},
     **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
-    **{"chaos": "chaos", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
+    **{"chaos": "train", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
     **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor"},
 }

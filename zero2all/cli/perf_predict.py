@@ -126,8 +126,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         return
     from zero2all.cli.table import print_table
     from zero2all.measure.verify import PredictionTarget, prediction_for
-    from zero2all.predict.batch import load_measured_config, parse_batch
-    from zero2all.predict.models import precision_notes
+    from zero2all.predict.batch import load_measured_config, parse_batch, precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)

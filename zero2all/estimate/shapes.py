@@ -33,9 +33,6 @@ def filled(m: int, n: int, multiprocessors: int) -> float:
     return max(one.tile_efficiency * one.wave_efficiency for one in both)
 
 
-# ---- the six rules ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SizingRule:
     """One sizing rule."""

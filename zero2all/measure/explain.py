@@ -86,9 +86,6 @@ def limit_of(record: RunRecord) -> str:
     return text
 
 
-# ---- findings ----
-
-
 def _waiting(record: RunRecord) -> Iterator[RunFinding]:
     """Parts of a step in which nothing is computed."""
     step = sum(record.parts.values())

@@ -79,9 +79,6 @@ def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
     return [["operator", "implementation", "chosen by", "here", "compile-safe", "deterministic"], *rows]
 
 
-# ---- how each operator is called; legend as in `estimate.floors` ------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """An operator on inputs of one size."""

@@ -176,9 +176,6 @@ def components_of(step: StepTime, config: RunConfig, settings: MemorySettings, m
     return found
 
 
-# ---- what is asked, checked ------------------------------------------------------------------------------------------
-
-
 def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:
     """The operators on this machine; on a cluster that is not at hand, those that a GPU with torch and Triton has."""
     has_gpu = torch.cuda.is_available()

@@ -95,8 +95,6 @@ class Member:
         self._problem = ""
         threading.Thread(target=self._run, name="z2a-member", daemon=True).start()
 
-    # ---- for the supervisor ----
-
     def next_order(self, is_asked: Callable[[], bool], tell: Callable[[Order], None]) -> Order:
         """Wait for the next attempt or for the end; `tell` gets failures meanwhile."""
         begun, asked_at, noticed = time.monotonic(), 0.0, False
@@ -152,8 +150,6 @@ class Member:
         """The end of the run here."""
         self._is_closed = True
         self._end_coordinator()
-
-    # ---- the connection ----
 
     def _send(self, message: dict[str, Any]) -> None:
         if (connection := self._connection) is not None:

@@ -142,9 +142,6 @@ class WarmRank:
                 os.kill(self.pid, number)
 
 
-# ---- the process that forks ----
-
-
 def serve() -> None:
     """Import, then fork a rank for each order; returns in the rank, which goes on as if it had just been started."""
     number, module = os.environ.pop(WARM).split(",")

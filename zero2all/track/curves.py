@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.schema import Problem, Range, UnknownName, build
-from zero2all.track.bins import bins_of
+from zero2all.track.bins import bins_of, parse_smoothing, smooth, width_for
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import parse_smoothing, smooth, width_for
 
 MAX_BINS = 4_000
 MAX_BAD_MARKS = 200

@@ -29,9 +29,9 @@ from rich.text import Text
 from zero2all.common.language import flush_right, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, human_count, human_seconds, terminal_safe
+from zero2all.track.bins import MIN_POINTS
 from zero2all.track.listing import TRAIN_WRITER, median_step_seconds
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
-from zero2all.track.smoothing import MIN_POINTS
 from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import translate
 from zero2all.common.progress import counted, human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
+from zero2all.track.bins import MIN_POINTS, smooth, width_for
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import MIN_POINTS, smooth, width_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

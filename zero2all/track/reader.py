@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.yamlio import read_yaml
-from zero2all.track.bins import Bins, bins_of
+from zero2all.track.bins import Bins, bins_of, smooth, width_for
 from zero2all.track.columns import MAX_METRICS, MetricNames, user_cache
 from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
 from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Series, SeriesPart, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.smoothing import smooth, width_for
 from zero2all.track.status import RunStatus
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 

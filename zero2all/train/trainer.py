@@ -47,9 +47,8 @@ from zero2all.train.hooks.checkpointing import Checkpointing
 from zero2all.train.hooks.diloco import Diloco
 from zero2all.train.hooks.guards import Guards, RollbackNeeded
 from zero2all.train.hooks.replica_check import ReplicaCheck, Rerun
-from zero2all.train.hooks.reports import RunLog
+from zero2all.train.hooks.reports import RunLog, UpdateRatios
 from zero2all.train.hooks.stragglers import Stragglers
-from zero2all.train.hooks.update_ratios import UpdateRatios
 from zero2all.train.hooks.validation import Validation
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.resume import load_checkpoint

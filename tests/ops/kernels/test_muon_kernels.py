@@ -81,7 +81,7 @@ def test_gradients_and_results_in_bfloat16_with_and_without_a_factor(device, sca
 
 def test_rows_may_be_longer_than_a_block_and_values_have_no_momentum(device):
     values = tensors([(3, 9001)], 1, device, torch.bfloat16)
-    x, found = (prepare(values, None, [1], numbers(device, 0.5), True, torch.float32, use) for use in (False, True))
+    x, found = (prepare(values, None, [1], numbers(device, 0.5), torch.float32, use) for use in (False, True))
     torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(found.norm(dim=-1), torch.full((1, 3), 1 / (1.01 * 3**0.5), device=device))
 

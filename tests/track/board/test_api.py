@@ -23,10 +23,9 @@ from starlette.testclient import TestClient
 from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.track import MetricsWriter
-from zero2all.track.api import make_app, stream_changes
+from zero2all.track.api import Board, BoardOptions, make_app, open_roots, stream_changes
 from zero2all.track.curves import Curve, pack_curves, unpack_curves
 from zero2all.track.library import Root, RunLibrary, UnknownRunError
-from zero2all.track.server import Board, BoardOptions, open_roots
 
 from .conftest import HOSTILE, SPIKE_STEP
 

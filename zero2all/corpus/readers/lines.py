@@ -115,9 +115,6 @@ def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
     return split
 
 
-# ---- one JSON value a line ------------------------------------------------------------------------------------
-
-
 def read_json_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
     """JSON lines from position `at`, where the stream stands."""
     loads = jsonio.loads
@@ -206,9 +203,6 @@ def _lenient_loads(data: bytes, encoding: str) -> Any:
     import json
 
     return json.loads(data.decode(encoding), strict=False)
-
-
-# ---- plain text, a document a line ----------------------------------------------------------------------------
 
 
 def read_text_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:

@@ -26,8 +26,6 @@ from zero2all.corpus.readers.lines import HEAD_KEPT, broken_item
 from zero2all.corpus.readers.sniff import SniffedFormat
 from zero2all.corpus.readers.streams import CHUNK_BYTES, Stream, UnitProgress
 
-# ---- CSV ------------------------------------------------------------------------------------------------------
-
 ROWS_AT_ONCE = 8192
 
 
@@ -178,8 +176,6 @@ def csv_borders(stream: Stream, limits: ReaderLimits, at: int, delimiter: str, u
             target = ends[first] + unit_bytes
     return borders
 
-
-# ---- parquet --------------------------------------------------------------------------------------------------
 
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1024

@@ -136,9 +136,6 @@ class TaskQuestions:
         return {**asdict(replace(self, made=())), "data": files, "made": [task.name for task in self.made]}
 
 
-# ---- a set of your own ----
-
-
 def _own_reader(name: str) -> Reader:
     """The reader of a set that is none of the public ones."""
     return Reader(name, "", _own, ("test", "", "val"), ("train", "dev"), is_own=True)

@@ -245,9 +245,6 @@ def _move(folder: Path, place: Path, reason: str) -> Path:
     return target
 
 
-# ---- claims ----
-
-
 @contextmanager
 def claim_step(
     run: Path, step: int, stale_seconds: float = STALE_SECONDS, heartbeat_seconds: float = HEARTBEAT_SECONDS
