@@ -303,7 +303,8 @@ def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them
     assert "did not come within 5 s: 1, 3" in second.said() + twice.said()
     pids = sorted((second.pid, twice.pid))
     said = re.search(
-        r"Machine 2 came twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)", second.said() + twice.said()
+        r"Machine 2 connected twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)",
+        second.said() + twice.said(),
     )
     assert said
     assert sorted(map(int, said.groups())) == pids

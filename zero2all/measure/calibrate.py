@@ -296,7 +296,8 @@ def _heater_share(figures: Figures) -> float:
 
 
 def _host_op_seconds(figures: Figures) -> float:
-    """From real passes where they were measured: operators of a model are no small ones."""
+    """Host seconds of one operator: from real passes where they were measured, because a model's operators are not the
+    smallest."""
     if "host" in figures:
         return float(figures["host"]["block_seconds"] / HOST_OPS_PER_BLOCK)
     return float(figures["launch"]["host_op_seconds"])
@@ -346,7 +347,7 @@ def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, TimeCurv
 
 
 def _with_larger(found: TimeCurve) -> TimeCurve:
-    """With points above the last: what a step takes once does not grow, and only the rest is extrapolated."""
+    """The curve with points above the last one: its fixed part does not grow, only the rest is extrapolated."""
     (small, first), (large, last) = found.points[0], found.points[-1]
     if large == small or last <= first:
         return found

@@ -292,7 +292,7 @@ class Search:
         return found
 
     def _pass_costs(self, row: Row) -> tuple[Any, PassCosts, MemorySettings]:
-        """Of context and samples a pass depends on the tokens of a process alone."""
+        """The costs of a pass; a layout matters to them only by the tokens, context and samples of a process."""
         tokens = int(row["samples"]) * self.config.data.seq_len // int(row["context"])
         key = (row["tensor"], row["expert"], row["recompute"], tokens)
         if key not in self._costs:
@@ -366,7 +366,7 @@ def explain_alternatives(search: Search, best: LayoutCandidate) -> Iterator[str]
 
 
 def time_differences(first: LayoutCandidate, second: LayoutCandidate) -> list[tuple[str, float]]:
-    """By part of a step, how many seconds longer the second takes; the largest differences first."""
+    """How many seconds longer each part of the second one's step takes, the largest differences first."""
     names = dict.fromkeys(part.name for one in (first, second) for part in one.time.parts)
     gains = {name: second.time.seconds(name) - first.time.seconds(name) for name in names}
     return sorted(gains.items(), key=lambda one: -abs(one[1]))

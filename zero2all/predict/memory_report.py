@@ -51,7 +51,7 @@ class MemoryReport:
 
     @property
     def outside(self) -> list[tuple[str, float, str]]:
-        """From torch's allocated peak to what the process takes."""
+        """Bytes that the process takes beyond torch's allocated peak."""
         estimate, context = self.estimate, self.card.context_bytes
         nccl = self.process_bytes - estimate.process_bytes(context)
         rows = [

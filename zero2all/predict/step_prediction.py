@@ -82,7 +82,7 @@ class Prediction:
 
     @property
     def joules(self) -> float:
-        """Of all devices at the power that was measured, or that the data sheet allows."""
+        """Energy of all devices, at the power that was measured, or that the data sheet allows."""
         return self.run_seconds * self.machine.watts * self.settings.processes
 
     @property

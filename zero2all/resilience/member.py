@@ -180,7 +180,7 @@ class Member:
             time.sleep(10 * POLL_SECONDS)
 
     def _refuse(self, is_other_secret: bool) -> None:
-        """What a person must mend is said at once."""
+        """End at once with an error that only a person can mend."""
         if is_other_secret:
             text = message(f"Machine 0 at {self.where} has another secret than this machine; {SHARE_ONE}.")
         else:

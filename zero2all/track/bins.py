@@ -193,6 +193,6 @@ def bins_of(
 
 
 def _narrow(values: Floats) -> NDArray[np.float32]:
-    """As float32; what is too large for it becomes the largest float32, because infinity cannot be drawn."""
+    """As float32; a value too large for it becomes the largest float32, because infinity cannot be drawn."""
     limit = float(np.finfo(np.float32).max)
     return np.clip(values, -limit, limit).astype(np.float32)

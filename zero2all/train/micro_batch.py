@@ -259,7 +259,7 @@ def stage_settings(
 
 
 def workspace_here() -> float:
-    """What cuBLAS takes of torch's memory on this machine; 0 without a GPU."""
+    """Bytes that cuBLAS takes of torch's memory on this machine; 0 without a GPU."""
     return cublas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0.0
 
 

@@ -189,7 +189,7 @@ class HostPipeline:
             job.arrived[piece.bucket].set_result(_mark(self._going))
 
     def _refuse(self, job: _Job) -> None:
-        """Nothing changes but the gradients, which are set to zero."""
+        """Skip the update: only the gradients change, to zero."""
         with self._on(self._coming):
             for number, bucket in enumerate(self._buckets):
                 bucket.all_gradients.zero_()

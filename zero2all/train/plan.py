@@ -385,7 +385,7 @@ def _link_notes(plan: Plan) -> list[str]:
 
 
 def _group_notes(plan: Plan) -> list[str]:
-    """What a group sends to the others."""
+    """What a DiLoCo group sends to the others."""
     diloco = plan.config.diloco
     if not diloco.groups:
         return []

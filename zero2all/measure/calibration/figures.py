@@ -218,7 +218,7 @@ def products_of(rows: int, columns: int, tokens: int) -> list[tuple[Kind, int, i
 
 
 def grouped_products(rows: int, columns: int, pairs: int, experts: int) -> list[tuple[Kind, int, int, int]]:
-    """Those of a matrix that every expert has."""
+    """The products of a matrix that every expert has."""
     each = max(1, pairs // experts)
     return [
         ("forward", each * experts, rows, columns),

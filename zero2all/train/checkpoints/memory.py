@@ -97,8 +97,8 @@ class MemoryStore:
         return None
 
     def _usable(self, folder: Path | None) -> dict[int, list[WholeSlot]]:
-        """By step, the buffers on this machine, where none is missing and its ranks can load from them: they wrote
-        them, or the boxes fill every tensor."""
+        """By step, the buffers on this machine of saves that its ranks can load: none is missing, and the ranks wrote
+        them themselves, or the boxes fill every tensor."""
         found: dict[int, list[WholeSlot]] = {}
         for each in slots.whole_slots(folder) if folder is not None else ():
             found.setdefault(each.step, []).append(each)
@@ -206,7 +206,7 @@ class MemoryStore:
     def _begin(
         self, step: int, snapshot: Snapshot, details: Mapping[str, Any], is_busy: bool
     ) -> tuple[torch.cuda.Event | bool, threading.Thread | None]:
-        """What `save` returns, and the thread that finishes the save, which has begun; None: there is nothing to do."""
+        """Begin a save. Returns what `save` returns, and the thread that finishes it; None: there is nothing to do."""
         assert self._layout is not None, "prepared"
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
         record = jsonio.dumps_exact(dict(snapshot.record)).decode() if self._peers.is_first else None

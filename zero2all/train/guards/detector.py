@@ -38,7 +38,7 @@ STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop",
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """One finding."""
+    """Something about a step that stands out: a spike, a drop, a level shift, or a value that is not finite."""
 
     kind: Kind
     step: int  # the step as the metrics count it: the first step of a run is 1

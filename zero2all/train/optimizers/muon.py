@@ -206,8 +206,8 @@ def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers) -> Tensor:
 
 
 def of_unit_length(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """With rows of equal length and singular values of at most 1, because the matrix has at most the length 1. (It is
-    shorter where rows are 0; the polynomial lifts small singular values.)"""
+    """Scaled so that all rows have equal length and the matrix at most length 1, so that its singular values are at
+    most 1. (Rows of zeros make it shorter; the polynomial lifts small singular values.)"""
     x = x.to(master_dtype(x))
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SHORTEST)
     return (x / (SAFETY * math.sqrt(x.shape[-2]) * lengths)).to(dtype)
