@@ -41,9 +41,6 @@ def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunC
     return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()
 
 
-# ---- looking --------------------------------------------------------------------------------------------------
-
-
 @verb(
     """
     data show: print a sample: its documents, where each begins and ends, and where it came from
@@ -179,9 +176,6 @@ def _verify(arguments: argparse.Namespace) -> None:
         lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
         raise BadInputError(f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` again.")
     tell(f"{workspace.packed}: {human_bytes(total)}, no damage found")
-
-
-# ---- in and out -----------------------------------------------------------------------------------------------
 
 
 @verb("""

@@ -134,8 +134,6 @@ class GroupLink:
             raise
         self.history, self._state = self._coordinator.history.text(), self._coordinator.first_state
 
-    # ---- what training calls
-
     def offer(self, key: Key, payload: bytes) -> None:
         """Hand over this group's payload; it is sent in the background."""
         coordinator = self._coordinator
@@ -207,8 +205,6 @@ class GroupLink:
             channel.close(max(0.0, deadline - time.monotonic()))
         self._door.close()
 
-    # ---- connections
-
     def _channel(self, group: int, stream: int) -> Channel:
         return self._coordinator.control[group] if stream == CONTROL else self.data[group]
 
@@ -265,8 +261,6 @@ class GroupLink:
                 )
         elif not coordinator.is_running:
             coordinator.fail(UsageError(f"Group {group} of diloco.groups: {error} Nothing was started."))
-
-    # ---- payloads
 
     def _take_payload(self, sender: int, item: PayloadId, payload: bytes, fault: str) -> None:
         if item.kind == STATE:

@@ -327,9 +327,6 @@ def _nearby_ratio(measured: tuple[_Measured, ...], sizes: tuple[float, ...]) -> 
     return math.exp(logs / sum(weights))
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
 def write_machine(path: Path, machine: Machine) -> None:
     """Keep a profile as JSON."""
     write_json(path, {one.name: _plain(getattr(machine, one.name)) for one in dataclasses.fields(Machine)})
@@ -364,8 +361,6 @@ def _curve(points: Any) -> TimeCurve:
         raise ValueError("a curve needs points of (size, seconds) above 0, by size")
     return TimeCurve(found)
 
-
-# ---- clusters by name ------------------------------------------------------------------------------------------------
 
 GB = 1e9
 PCIE = {"gen4": 25 * GB, "gen5": 55 * GB}

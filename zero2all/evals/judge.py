@@ -290,8 +290,6 @@ class _TaskJudge:
         judged = [self._read(writing, text) for writing, text in self._written(writings, left_out)]
         return [self._result("generate", judged, left_out)]
 
-    # ---- the model ---------------------------------------------------------------------------------------------
-
     def _scored(
         self, asked: Sequence[PromptedItem], left_out: _LeftOut
     ) -> list[tuple[PromptedItem, list[Scored], list[Scored] | None]]:

@@ -130,8 +130,6 @@ class MachineCoordinator:
         self._door.close()
         time.sleep(LOOK_SECONDS)  # what the system still holds is sent after the end of this process too
 
-    # ---- connections ----
-
     def _take(self, connection: Connection) -> None:
         """Serve a connection that has proved the secret, in a thread of its own."""
         with connection:
@@ -206,8 +204,6 @@ class MachineCoordinator:
             seat.report = {"code": 1, "step": -1, "began": -1, "leaves": False, "doubt": LOST, "text": why, "error": ""}
         else:
             say(f"z2a: machine {seat.name} was lost: {why}.")
-
-    # ---- looking ----
 
     def _look(self, now: float) -> None:
         own = self._seats.get(0)  # of this process: its silence says something about this machine, not about the others

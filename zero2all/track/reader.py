@@ -170,8 +170,6 @@ class RunReader:
             counts[f"values of metrics beyond the first {MAX_METRICS:,} names"] = self._names.left_out_values
             return {problem: count for problem, count in counts.items() if count}
 
-    # ---- reading ----
-
     def _refresh(self) -> bool:
         folder = self.folder / METRICS_FOLDER
         if not folder.is_dir():
@@ -217,8 +215,6 @@ class RunReader:
 
     def _in_order(self) -> list[MetricsFile]:
         return sorted(self._files.values(), key=lambda file: (file.writer, file.attempt))
-
-    # ---- joining ----
 
     def _join(self, metric: str) -> tuple[Series, Series]:
         with self._lock:

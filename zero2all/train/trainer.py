@@ -176,8 +176,6 @@ class Trainer:
                 hook.at_pause()
         self.checkpoints.report_finished()
 
-    # ---- moments ----
-
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
         context, state = self.context, self.state
@@ -344,8 +342,6 @@ class Trainer:
             held_out_scores=self.validation.scores,
             first_loss_seconds=first_loss,
         )
-
-    # ---- parts of the moments ----
 
     def _check_before_first_step(self, checkpoint_bytes: int) -> list[str]:
         """Disk space for checkpoints, memory, token ids that the model lacks."""

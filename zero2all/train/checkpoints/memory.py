@@ -60,8 +60,6 @@ class MemoryStore:
         self.problem: str | None = None
         """Why the last save of this rank was not finished."""
 
-    # ---- a start ----
-
     def newest(self, after: int) -> Checkpoint | None:
         """The newest checkpoint later than step `after` that is whole on every machine. Damaged ones are removed."""
         usable = self._usable(self._existing_folder())
@@ -109,8 +107,6 @@ class MemoryStore:
             and len({(each.about["key"], each.about["save"]) for each in group}) == 1
             and ((group[0].about["key"], group[0].about["ranks"]) == (self._key, self._here) or _is_whole(group))
         }
-
-    # ---- during a run ----
 
     def prepare(self, parts: Mapping[str, TensorPart], block: PinnedBlock | None) -> str | None:
         """Make the buffers, or take those that are there; returns why there are none, the same on all ranks. `block`:
