@@ -23,8 +23,8 @@ from zero2all.parallel.launch import run_processes
 from zero2all.resilience import heartbeat
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import RankFacts
+from zero2all.resilience.failure_page import Failure
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
-from zero2all.resilience.page import Failure
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 

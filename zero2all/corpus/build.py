@@ -48,7 +48,7 @@ from zero2all.corpus.sources import Source, source_problems
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
 
-PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
+PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.preload")
 """What worker processes need."""
 SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""

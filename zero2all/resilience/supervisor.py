@@ -34,9 +34,9 @@ from zero2all.resilience.diagnosis import (
     signal_words,
     take_stacks,
 )
+from zero2all.resilience.failure_page import Failure, same_error, write_page
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, WARM_UP_STEPS, Beat
 from zero2all.resilience.member import Member, Order, Report
-from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.ranks import Environment, RankProcesses
 from zero2all.resilience.restarts import DISK_FULL, Notices, Restarts
 from zero2all.resilience.warm import Warm, WarmRank

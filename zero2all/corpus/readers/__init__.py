@@ -29,6 +29,6 @@ from zero2all.corpus.readers.items import (
     TextBy,
     Unit,
 )
-from zero2all.corpus.readers.plan import plan_units
 from zero2all.corpus.readers.read import read_unit
 from zero2all.corpus.readers.sniff import sniff
+from zero2all.corpus.readers.units import plan_units
