@@ -11,7 +11,8 @@ from tests.corpus.hub_server import hub_alone
 from tests.corpus.readers.reader_samples import zip_of
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError, UserError
-from zero2all.evals.tasks.list import READERS, SOURCES, download_benchmark
+from zero2all.evals.download import SOURCES, download_benchmark
+from zero2all.evals.tasks.list import READERS
 
 TABLE = ",Question,A,B,C,D,Answer\n0,天？,蓝,绿,红,黄,A\n".encode()
 

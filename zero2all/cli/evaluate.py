@@ -241,7 +241,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     z2a eval download cmmlu piqa --data eval-data --endpoint https://mirror.example
     """)
 def _download(arguments: argparse.Namespace) -> None:
-    from zero2all.evals.tasks.list import SOURCES, download_benchmark
+    from zero2all.evals.download import SOURCES, download_benchmark
 
     for name in arguments.names:
         task = download_benchmark(name, arguments.data, arguments.endpoint, say)

@@ -13,28 +13,20 @@ of texts that are all right. A CSV has the choices in columns
 A, B, C, … or in one column, separated by |. May be given as well: id, context, subject, language (en, zh), and shape:
 `continue` for a text that goes on with the right choice, without the words Question and Answer around it (The capital
 of France is → Paris). Files with train or dev in their name give the examples of few-shot prompts.
-
-`z2a eval download` fetches the files of a public benchmark from a Hugging Face-style hub. Nothing of any data set is
-part of this package: each keeps the licence its authors gave it. `benchmark.json` beside the files says where they came
-from: repository, commit, licence, sizes and checksums.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero2all.common.errors import BadInputError, UsageError, UserError
-from zero2all.common.files import crc32c_of, write_json
-from zero2all.common.progress import say
+from zero2all.common.errors import BadInputError
+from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
-from zero2all.corpus.download.fetch import DownloadRequest, download
-from zero2all.corpus.download.transfer import digest_of
 from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError, Task, check_forms
 from zero2all.evals.tasks.files import DataFile, Reader, cell, gold_of, text, with_choices
 from zero2all.evals.tasks.public import EVERYDAY, EXAMS, READING, SOLVING
@@ -144,6 +136,9 @@ class TaskQuestions:
         return {**asdict(replace(self, made=())), "data": files, "made": [task.name for task in self.made]}
 
 
+# ---- a set of your own ----
+
+
 def _own_reader(name: str) -> Reader:
     """The reader of a set that is none of the public ones."""
     return Reader(name, "", _own, ("test", "", "val"), ("train", "dev"), is_own=True)
@@ -187,82 +182,3 @@ def _choices(row: Any) -> list[str]:
     if given is None:
         given = [row[label] for label in LABELS if row.get(label)]
     return [str(choice).strip() for choice in given]
-
-
-MANIFEST_NAME = "benchmark.json"
-DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "*.csv", "*.lst", "*.zip")
-
-
-@dataclass(frozen=True)
-class BenchmarkSource:
-    """Where a benchmark can be had."""
-
-    repo: str
-    """On the hub, as a data set."""
-    include: tuple[str, ...] = DATA_FILES
-    licence: str = ""
-    """As its authors state it; empty: read the repository's card."""
-
-
-_ARC = BenchmarkSource("allenai/ai2_arc", ("ARC-Easy/*.parquet", "ARC-Challenge/*.parquet"), "CC BY-SA 4.0")
-SOURCES = {
-    "cmmlu": BenchmarkSource("lmlmcat/cmmlu", ("*.zip",), "CC BY-NC 4.0 on the hub, CC BY-NC-SA 4.0 in its repository"),
-    "ceval": BenchmarkSource("ceval/ceval-exam", ("*.zip",), "CC BY-NC-SA 4.0"),
-    "mmlu": BenchmarkSource("cais/mmlu", ("all/dev-*", "all/test-*"), "MIT"),
-    "arc_easy": _ARC,
-    "arc_challenge": _ARC,
-    "hellaswag": BenchmarkSource("Rowan/hellaswag", licence="MIT"),
-    "piqa": BenchmarkSource("baber/piqa"),
-    "winogrande": BenchmarkSource("allenai/winogrande", ("winogrande_xl/*",)),
-    "blimp": BenchmarkSource("nyu-mll/blimp", licence="CC BY"),
-    "zhoblimp": BenchmarkSource("Junrui1202/zhoblimp"),
-    "c3": BenchmarkSource("dataset-org/c3"),
-    "cmrc": BenchmarkSource("hfl/cmrc2018", licence="CC BY-SA 4.0"),
-    "lambada": BenchmarkSource(
-        "EleutherAI/lambada_openai", ("data/lambada_test.jsonl", "data/*_en.jsonl", "default/*")
-    ),
-    "gsm8k": BenchmarkSource("openai/gsm8k", ("main/*",), "MIT"),
-    "humaneval": BenchmarkSource("openai/openai_humaneval", licence="MIT"),
-}
-
-
-def download_benchmark(
-    name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = say
-) -> Task:
-    """Get the files of a benchmark and read them once; the same call again only fetches what is missing.
-
-    `endpoint`: a mirror (None: that of HF_ENDPOINT, or the hub).
-    """
-    source = SOURCES.get(name)
-    if source is None:
-        raise UsageError(f"There is no benchmark {name!r} to download. {nearest_hint(name, SOURCES)}")
-    folder = data / SHARED_FOLDERS.get(name, name)
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        raise BadInputError(f"HF_HUB_OFFLINE is set, so nothing is downloaded. {_by_hand(source, folder)}")
-    try:
-        result = download(
-            DownloadRequest(source.repo, folder, include=(*source.include, "README.md"), endpoint=endpoint), announce
-        )
-    except UserError as error:
-        error.args = (f"{error} {_by_hand(source, folder)}",)
-        raise
-    facts: dict[str, Any] = {
-        "name": name,
-        "repo": source.repo,
-        "commit": result.commit,
-        "licence": source.licence or "not known here: read README.md",
-        "files": {
-            file.name: {"bytes": file.size_bytes, "sha256": digest_of(folder / file.name, "sha256")}
-            for file in result.files
-        },
-    }
-    write_json(folder / MANIFEST_NAME, facts)
-    return read_task(data, name)
-
-
-def _by_hand(source: BenchmarkSource, folder: Path) -> str:
-    return (
-        f"By hand: on a machine with a network, get the files of the data set {source.repo} "
-        f"({', '.join(source.include)}) and copy them into {folder}. Files of the benchmark's own repository will do "
-        f"as well, and zip files need not be unpacked."
-    )
