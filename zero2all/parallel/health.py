@@ -12,7 +12,6 @@ PRODUCT_SECONDS and twice PAIR_SECONDS, and it is named.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import statistics
@@ -33,8 +32,8 @@ from zero2all.common.fault import fault_point
 from zero2all.common.files import human_bytes
 from zero2all.common.language import message
 from zero2all.common.progress import say
-from zero2all.parallel.device import local_processes, local_rank, pick_device
-from zero2all.parallel.rendezvous import LAST_WORD_SECONDS, SLOWER_SECONDS, open_store, wait_for_keys
+from zero2all.parallel.device import local_processes
+from zero2all.parallel.rendezvous import LAST_WORD_SECONDS, SLOWER_SECONDS, wait_for_keys
 
 PRODUCT_SECONDS, PAIR_SECONDS = 40.0, 30.0
 MEASURE_SECONDS = 0.3
@@ -293,16 +292,3 @@ def judge(
 def _name(unit: int, per_unit: int, ranks: Sequence[Mapping[str, Any]]) -> str:
     host = next((one["host"] for one in ranks if one["rank"] // per_unit == unit), "?")
     return f"rank {unit} on {host}" if per_unit == 1 else f"machine {unit} ({host})"
-
-
-JOIN_SECONDS = 60.0
-
-
-def check_ranks() -> Verdict:
-    """Be one of the processes of `z2a doctor --ranks N`: the health check without a run."""
-    rank, size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), pick_device("auto")
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank())
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)
-    return find_bad(open_store(rank, JOIN_SECONDS), rank, size, device)
