@@ -333,7 +333,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     from zero2all.config import ConfigError
     from zero2all.estimate.memory import checkpoint_bytes
     from zero2all.estimate.parameters import counted
-    from zero2all.predict.batch import load_model_config
+    from zero2all.predict.models import load_model_config
 
     try:
         config, _ = load_model_config(arguments.model, arguments.overrides)

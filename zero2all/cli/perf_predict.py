@@ -176,8 +176,9 @@ def _print(report: MemoryReport) -> None:
     """)
 def _plan(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.predict.batch import load_measured_config, load_model_config, precision_notes
+    from zero2all.predict.batch import load_measured_config
     from zero2all.predict.layout_search import config_of, plan_cells, plan_json, plan_layouts
+    from zero2all.predict.models import load_model_config, precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
@@ -373,7 +374,8 @@ def _predict(arguments: argparse.Namespace) -> None:
         return
     from zero2all.cli.table import print_table
     from zero2all.measure.verify import PredictionTarget, prediction_for
-    from zero2all.predict.batch import load_measured_config, parse_batch, precision_notes
+    from zero2all.predict.batch import load_measured_config, parse_batch
+    from zero2all.predict.models import precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)

@@ -183,9 +183,6 @@ def anchor_of(key: GramKey) -> GramKey:
     return key if is_full else GramKey(key.kind, 1 << (key.length.bit_length() - 1))
 
 
-# ---- in a worker ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ScanTask:
     """Some bytes of a corpus shard."""
@@ -342,9 +339,6 @@ def _load_grams(folder: Path) -> dict[GramKey, np.ndarray]:
     return found
 
 
-# ---- the pass -------------------------------------------------------------------------------------------------
-
-
 def find_contamination(
     workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig | None = None
 ) -> dict[str, Any]:
@@ -485,9 +479,6 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
         )
         return None
     return report
-
-
-# ---- what it means for a result -------------------------------------------------------------------------------
 
 
 def contaminated_ids(report: Mapping[str, Any] | None, task: Task) -> dict[str, set[str]] | None:

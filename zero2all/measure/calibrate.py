@@ -241,9 +241,6 @@ class FigureStore:
         append_line(self.path, {"name": name, "value": value})
 
 
-# ---- from figures to a profile ---------------------------------------------------------------------------------------
-
-
 def machine_of(
     figures: Figures, key: Mapping[str, str], device: torch.device, taken: Mapping[str, str], gpu: Mapping[str, Any]
 ) -> Machine:
@@ -389,8 +386,6 @@ def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: 
     found = machine_of(figures, machine.key, device, taken, {"watts": machine.watts})
     return dataclasses.replace(found, links=machine.links, collectives=machine.collectives, left=machine.left)
 
-
-# ---- a real training step beside the sum of its figures --------------------------------------------------------------
 
 # Figures are measured one at a time behind a heater. A step draws another power and so runs at another clock: all its
 # kernels at the same one, because the GPU follows its power over many kernels. The last figure of a config is therefore

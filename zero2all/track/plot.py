@@ -128,9 +128,6 @@ def thin_out(x: NDArray[Any], values: NDArray[np.float64], max_points: int) -> t
     return x[index], values[index]
 
 
-# ---- what to draw ----
-
-
 @dataclass(frozen=True)
 class _Curve:
     """One metric of one run."""
@@ -247,9 +244,6 @@ X_TICKS: dict[Axis, Callable[[float, int], str]] = {
     "time": lambda value, _: f"{value:g}",
     "flops": _scientific,
 }
-
-
-# ---- how to draw it ----
 
 
 def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, suffix: str) -> bytes:
