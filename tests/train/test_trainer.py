@@ -469,7 +469,7 @@ def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(wor
     context, state = prepared_run(config(), work)
     model = state.model
     options = ValidationConfig(tokens_per_source=96, batch_samples=2)
-    settings = dataclasses.replace(context.config, eval=options)
+    settings = dataclasses.replace(context.config, validation=options)
     found = held_out_metrics(held_out_scores(model, context.valid, settings))
     assert model.training  # as it was before
     assert held_out_metrics(held_out_scores(model, context.valid, settings)) == found
