@@ -11,8 +11,11 @@ import sys
 import textwrap
 from pathlib import Path
 
+import google_crc32c
+import numpy as np
 import pytest
 
+from zero2all.common import checksum
 from zero2all.common.errors import BadInputError, DiskError, exceeded_limit, is_disk_full, is_out_of_memory
 from zero2all.common.files import (
     crc32c_of,
@@ -60,24 +63,17 @@ def names(folder: Path) -> list[str]:
 # ---- folders --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_writer_leaves_no_folder_and_the_next_one_sweeps_its_leftover(tmp_path):
+def test_a_killed_writer_leaves_no_folder_or_the_older_one_and_the_next_one_sweeps_its_leftover(tmp_path):
     final = tmp_path / "artifact"
     kill(start_writer(final))
     assert not final.exists()
     assert len(names(tmp_path)) == 1, "the leftover"
     with staged_folder(final) as staging:
-        (staging / "new.txt").write_text("whole")
+        (staging / "old.txt").write_text("whole")
     assert names(tmp_path) == ["artifact"]
-    assert (final / "new.txt").read_text() == "whole"
-
-
-def test_a_killed_writer_leaves_the_older_folder_whole(tmp_path):
-    final = tmp_path / "artifact"
-    with staged_folder(final) as staging:
-        (staging / "old.txt").write_text("the old one")
     kill(start_writer(final))
     assert names(final) == ["old.txt"]
-    assert (final / "old.txt").read_text() == "the old one"
+    assert (final / "old.txt").read_text() == "whole"
     sweep_partials(final)
     assert names(tmp_path) == ["artifact"]
 
@@ -119,16 +115,13 @@ def test_a_new_folder_replaces_the_old_one_and_nothing_of_it_stays(tmp_path):
 
 
 def test_the_sweep_touches_only_leftovers_of_this_name_even_with_odd_characters(tmp_path):
+    sweep_partials(tmp_path / "absent" / "artifact")
     final = tmp_path / "run [1]*"
     (tmp_path / "run [1]*.partial-trash").mkdir()
     (tmp_path / "run [1]*.partial-old-4194304999").write_text("a file")
     (tmp_path / "run 1.partial-4194304999").mkdir()
     sweep_partials(final)
     assert names(tmp_path) == ["run 1.partial-4194304999"]
-
-
-def test_sweeping_where_there_is_no_folder_yet_is_fine(tmp_path):
-    sweep_partials(tmp_path / "absent" / "artifact")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------
@@ -168,6 +161,8 @@ def test_json_comes_back_as_it_was_written_and_is_readable_for_people(tmp_path):
     assert read_json(tmp_path / "x.json") == value
     assert "北京" in (tmp_path / "x.json").read_text(encoding="utf-8")
     assert len((tmp_path / "x.json").read_text(encoding="utf-8").splitlines()) > 4
+    with pytest.raises(FileNotFoundError):
+        read_json(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff\xfe", b"[NaN]"], ids=["empty", "cut", "not utf-8", "nan"])
@@ -178,16 +173,30 @@ def test_damaged_json_names_the_file_and_says_what_to_do(tmp_path, content):
         read_json(path)
 
 
-def test_an_absent_json_file_stays_a_file_not_found(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_json(tmp_path / "absent.json")
-
-
-def test_crc32c_is_the_one_of_the_standard(tmp_path):
+def test_crc32c_is_the_one_of_the_standard_and_that_of_parts_joins_to_it(tmp_path):
     (tmp_path / "x").write_bytes(b"123456789")
     assert crc32c_of(tmp_path / "x") == "e3069283"  # the check value of CRC-32C (Castagnoli)
     (tmp_path / "empty").write_bytes(b"")
-    assert crc32c_of(tmp_path / "empty") == "00000000"
+    assert crc32c_of(tmp_path / "empty") == joined_crc32c([]) == "00000000"
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 40)
+    cuts = [0, 0, 1, 2, 700, 701, 9000, 10240]
+    parts = [(crc32c_of(path, start, end), end - start) for start, end in itertools.pairwise(cuts)]
+    assert joined_crc32c(parts) == crc32c_of(path)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_crc32c_in_threads_is_the_number_of_the_whole(monkeypatch, is_native):
+    monkeypatch.setattr(checksum, "PIECE_BYTES", 64)
+    if not is_native:
+        monkeypatch.setattr(checksum, "_native", lambda: None)
+    elif sys.platform == "linux" and google_crc32c.implementation == "c":  # other wheels keep their library elsewhere
+        assert checksum._native() is not None, "the library that needs no interpreter is found"
+    for count in (0, 1, 64, 1000, 4096):
+        data = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
+        assert checksum.crc32c(data, 3) == google_crc32c.value(data.tobytes())
+        extended = checksum.extended(checksum.extended(0, data[: count // 3]), data[count // 3 :])
+        assert extended == checksum.crc32c(data, 1)
 
 
 # ---- room -----------------------------------------------------------------------------------------------------
@@ -206,37 +215,12 @@ def test_asking_for_more_room_than_the_disk_has_names_both_figures(tmp_path):
     assert str(place) in message
     assert "--work" in message
     assert not place.exists()
+    require_free_space(place, 1000, "enough room is no news")
 
 
-def test_enough_room_is_no_news(tmp_path):
-    require_free_space(tmp_path / "new", 1000, "a test")
-
-
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KB"), (999_999, "1.0 MB"), (3.2e9, "3.2 GB"), (5e15, "5000.0 TB")],
-)
-def test_bytes_in_words(count, words):
-    assert human_bytes(count) == words
-
-
-def test_a_full_disk_is_recognised_also_inside_the_errors_of_rust_libraries():
-    class RustError(Exception):
-        pass
-
-    assert is_disk_full(OSError(28, "No space left on device"))
-    assert is_disk_full(RustError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert not is_disk_full(OSError(13, "Permission denied"))
-    assert not is_disk_full(RustError("Permission denied (os error 13)"))
-
-
-def test_the_crc32c_of_parts_joins_to_that_of_the_whole(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * 40)
-    cuts = [0, 0, 1, 2, 700, 701, 9000, 10240]
-    parts = [(crc32c_of(path, start, end), end - start) for start, end in itertools.pairwise(cuts)]
-    assert joined_crc32c(parts) == crc32c_of(path)
-    assert joined_crc32c([]) == "00000000"
+def test_bytes_in_words():
+    counts = {0: "0 B", 999: "999 B", 1536: "1.5 KB", 999_999: "1.0 MB", 3.2e9: "3.2 GB", 5e15: "5000.0 TB"}
+    assert {count: human_bytes(count) for count in counts} == counts
 
 
 # ---- where results may be put ----
@@ -274,10 +258,9 @@ def test_a_result_that_could_not_be_put_there_is_refused_before_the_work(tmp_pat
 
 @pytest.mark.parametrize("place", ["/proc", "/sys", "/proc/self/fd", "/proc/self/net/below"])
 def test_a_result_in_a_folder_of_the_kernel_is_refused_before_the_work(place):
-    with pytest.raises(BadInputError, match=r"cannot be written to|nothing can be written below"):
-        require_writable(Path(place) / "out.json", "--json")
-    with pytest.raises(BadInputError, match=r"cannot be written to|nothing can be written below"):
-        require_writable(Path(place) / "out", "--out", is_folder=True)
+    for is_folder in (False, True):
+        with pytest.raises(BadInputError, match=r"cannot be written to|nothing can be written below"):
+            require_writable(Path(place) / "out", "--out", is_folder=is_folder)
 
 
 def test_want_of_memory_is_recognised_in_the_shapes_libraries_give_it():
@@ -300,7 +283,11 @@ def test_want_of_memory_is_recognised_in_the_shapes_libraries_give_it():
         assert exceeded_limit(error) is None
 
 
-def test_a_limit_of_the_process_is_recognised_where_a_library_passes_it_on():
+def test_a_full_disk_and_a_limit_of_the_process_are_recognised_where_a_library_passes_them_on():
+    assert is_disk_full(OSError(28, "No space left on device"))
+    assert is_disk_full(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not is_disk_full(OSError(13, "Permission denied"))
+    assert not is_disk_full(Exception("Permission denied (os error 13)"))
     gloo = RuntimeError("[enforce fail at gloo/transport/tcp/loop.cc:105] fd_ != -1. epoll_create: Too many open files")
     assert "`ulimit -n 4096`" in exceeded_limit(gloo)
     assert exceeded_limit(OSError(errno.ENOSPC, "No space left on device")) is None

@@ -1,15 +1,21 @@
-"""The same JSON with orjson and, on a bare image, without it."""
+"""JSON with and without orjson, YAML from strangers: what is read, and what is refused before it is built."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zero2all.common import jsonio
+from zero2all.common.yamlio import DEEPEST, LARGEST_BYTES, MOST_VALUES, YamlError, YamlRefusedError, loads, read_yaml
 
 VALUES = [
     {"id": 1, "文": "北京\n\t\"'\\", "list": [1, -2.5, 1e-8, True, None], "nested": {"empty": {}, "none": []}},
@@ -18,6 +24,7 @@ VALUES = [
     2**53,
 ]
 NOT_FINITE = [float("nan"), {"a": [float("inf"), 1.0, (float("-inf"),)]}]
+DAMAGE = [b"", b"{", b"[NaN]", b"Infinity", b"\xff", b'"a" b']
 
 
 def test_without_orjson_the_standard_library_writes_and_reads_the_same_values():
@@ -28,12 +35,12 @@ def test_without_orjson_the_standard_library_writes_and_reads_the_same_values():
         from zero2all.common import jsonio
 
         assert jsonio.orjson is None
-        values, not_finite = eval(sys.argv[1], {"nan": float("nan"), "inf": float("inf")})
+        values, not_finite, damage = eval(sys.argv[1], {"nan": float("nan"), "inf": float("inf")})
         for value in [*values, *not_finite]:
             print(jsonio.dumps_line(value).hex())
         for value in values:
             assert jsonio.loads(jsonio.dumps_line(value)) == value
-        for damaged in (b"", b"{", b"[NaN]", b"Infinity", b"\\xff", b'"a" b'):
+        for damaged in damage:
             try:
                 jsonio.loads(damaged)
             except ValueError:
@@ -41,8 +48,9 @@ def test_without_orjson_the_standard_library_writes_and_reads_the_same_values():
             raise AssertionError(f"{damaged} was read")
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), repr((VALUES, NOT_FINITE))], capture_output=True, text=True
-    )
+        [sys.executable, "-c", textwrap.dedent(script), repr((VALUES, NOT_FINITE, DAMAGE))],
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # Not byte for byte: orjson writes 1e-8 where the standard library writes 1e-08.
     theirs = [bytes.fromhex(line) for line in done.stdout.split()]
@@ -51,16 +59,13 @@ def test_without_orjson_the_standard_library_writes_and_reads_the_same_values():
     assert theirs[1:] == ours[1:]
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_values_come_back_from_a_line_and_from_a_pretty_file(value):
-    line = jsonio.dumps_line(value)
-    assert line.endswith(b"\n")
-    assert line.count(b"\n") == 1
-    assert jsonio.loads(line) == value
-    assert jsonio.loads(jsonio.dumps_pretty(value)) == value
-
-
-def test_text_is_not_escaped_to_ascii():
+def test_values_come_back_from_a_line_and_from_a_pretty_file_and_text_is_not_escaped_to_ascii():
+    for value in VALUES:
+        line = jsonio.dumps_line(value)
+        assert line.endswith(b"\n")
+        assert line.count(b"\n") == 1
+        assert jsonio.loads(line) == value
+        assert jsonio.loads(jsonio.dumps_pretty(value)) == value
     assert "北京" in jsonio.dumps_line(VALUES[0]).decode()
     assert "北京" in jsonio.dumps_pretty(VALUES[0]).decode()
 
@@ -70,7 +75,7 @@ def test_numbers_that_json_has_not_are_written_as_null_so_that_everybody_can_rea
     assert json.loads(jsonio.dumps_pretty(NOT_FINITE)) == [None, {"a": [None, 1.0, [None]]}]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{", b"[NaN]", b"Infinity", b"\xff", b'"a" b'])
+@pytest.mark.parametrize("damaged", DAMAGE)
 def test_damage_is_a_value_error(damaged):
     with pytest.raises(ValueError):  # noqa: PT011 - the libraries word it differently
         jsonio.loads(damaged)
@@ -104,3 +109,89 @@ def test_ordinary_values_are_read_the_same_by_both_readers():
     assert jsonio.loads_strict(text) == jsonio.loads(text)
     # What transformers writes for "no limit":
     assert jsonio.loads_strict(b'{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 1e29
+
+
+# ---- YAML: small texts that stand for endless values ----
+
+
+def bomb(levels: int, link: str = "[{}]") -> str:
+    """Lists of nine of the one before: 9^levels values in a line each."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} {link.format(', '.join([f'*a{n - 1}'] * 9))}" for n in range(1, levels)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (bomb(12), f"more than {MOST_VALUES:,} values"),
+        (bomb(40), f"more than {MOST_VALUES:,} values"),
+        ("a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 30)), "values"),
+        ("[" * 100_000, "nested deeper"),
+        ("[" * 400 + "]" * 400, "nested deeper"),
+        ("{a: " * 300 + "1" + "}" * 300, "nested deeper"),
+        ("\n".join("  " * n + "a:" for n in range(200)), "nested deeper"),
+        ("a: &a [1, *a]", "refers to itself"),
+        ("a: &a {b: {c: *a}}", "refers to itself"),
+        ("a: 1\nb: 2\na: 3", "line 3: `a` is listed twice"),
+        ("x" * (LARGEST_BYTES + 1), "characters"),
+    ],
+    ids=range(11),
+)
+def test_what_stands_for_too_much_is_refused_at_once(text, words):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(YamlRefusedError, match=words):
+        loads(text)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10, "took more than 200 MB"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [",
+        "a: *no",
+        "a: 2024-13-45",
+        f"a: {'9' * 5000}",
+        "a: !!python/object:os.system x",
+        "? {a: b}\n: c",
+        "\0",
+    ],
+)
+def test_what_is_no_plain_yaml_is_an_error_of_one_kind(text):
+    with pytest.raises(YamlError):
+        loads(text)
+
+
+def test_aliases_merges_and_depth_of_an_honest_file_are_read():
+    text = "base: &base {lr: 1, name: x}\none:\n  <<: *base\n  lr: 2\ntwo: *base\nlist: &l [1, 2]\nsame: [*l, *l]"
+    base = {"lr": 1, "name": "x"}
+    assert loads(text) == {"base": base, "one": {**base, "lr": 2}, "two": base, "list": [1, 2], "same": [[1, 2]] * 2}
+    depth = DEEPEST - 1
+    value = loads("{a: " * depth + "1" + "}" * depth)
+    for _ in range(depth):
+        value = value["a"]
+    assert value == 1
+    assert len(loads("\n".join(f"source{n}: {{path: raw/{n}, channel: en}}" for n in range(3000)))) == 3000
+
+
+@given(st.text(alphabet="ab01:-[]{}&*#|>!%'\"\n ?,<~.", max_size=40))
+def test_any_text_is_a_value_or_a_yaml_error(text):
+    with contextlib.suppress(YamlError):
+        loads(text)
+
+
+def test_a_fifo_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_yaml(tmp_path / "config.yaml")
+
+
+def test_the_place_of_an_error_names_the_file_if_there_is_one(tmp_path):
+    path = tmp_path / "plan.yaml"
+    for text, place in (("a: [", r"line \d, column"), ("a: \0", "position 3")):
+        path.write_text(text)
+        with pytest.raises(YamlError, match=f'in "{path}", {place}'):
+            read_yaml(path)
+        with pytest.raises(YamlError, match=f"\n *{place}") as caught:
+            loads(text)
+        assert "unicode string" not in str(caught.value)

@@ -60,17 +60,15 @@ def test_an_absent_manifest_names_the_command_that_makes_it(tmp_path):
     assert f"`{COMMAND}`" in message
 
 
-def test_the_manifest_of_another_kind_is_foreign(artifact):
+def test_the_manifest_of_another_kind_and_json_that_is_none_are_foreign_and_half_of_one_is_damaged(artifact):
     message = refused(artifact, kind="checkpoint")
     assert "does not describe a checkpoint (kind: packed)" in message
     assert f"`{COMMAND}`" in message
-
-
-def test_json_that_is_no_manifest_is_foreign(artifact):
-    write_json(artifact / MANIFEST_NAME, [1, 2, 3])
-    assert "(kind: None)" in refused(artifact)
-    write_json(artifact / MANIFEST_NAME, {"name": "somebody's package"})
-    assert "(kind: None)" in refused(artifact)
+    for foreign in ([1, 2, 3], {"name": "somebody's package"}):
+        write_json(artifact / MANIFEST_NAME, foreign)
+        assert "(kind: None)" in refused(artifact)
+    (artifact / MANIFEST_NAME).write_bytes(b'{"kind": "pac')
+    assert "cannot be read as JSON" in refused(artifact)
 
 
 def test_another_format_version_says_both_versions_and_what_to_do(artifact):
@@ -81,29 +79,18 @@ def test_another_format_version_says_both_versions_and_what_to_do(artifact):
     assert f"Run `{COMMAND}` again" in message
 
 
-def test_a_damaged_manifest_is_refused(artifact):
-    (artifact / MANIFEST_NAME).write_bytes(b'{"kind": "pac')
-    assert "cannot be read as JSON" in refused(artifact)
-
-
 # ---- is the work done already? -----------------------------------------------------------------------------------
 
 
-def test_a_whole_folder_from_the_same_inputs_is_current(artifact):
+def test_a_whole_folder_from_the_same_inputs_is_current_and_one_of_other_inputs_kind_or_format_is_not(artifact):
     assert is_current(artifact, "packed", "made-from-this")
-
-
-def test_other_inputs_kind_or_format_are_not_current(artifact):
     assert not is_current(artifact, "packed", "made-from-that")
     assert not is_current(artifact, "corpus", "made-from-this")
     change(artifact, format=99)
     assert not is_current(artifact, "packed", "made-from-this")
-
-
-def test_a_folder_without_a_readable_manifest_is_not_current(artifact, tmp_path):
-    assert not is_current(tmp_path / "nowhere", "packed", "made-from-this")
     (artifact / MANIFEST_NAME).write_bytes(b"{")
     assert not is_current(artifact, "packed", "made-from-this")
+    assert not is_current(artifact / "nowhere", "packed", "made-from-this")
 
 
 def test_a_folder_with_a_missing_or_shortened_file_is_not_current_so_that_its_stage_mends_it(artifact):
@@ -116,15 +103,11 @@ def test_a_folder_with_a_missing_or_shortened_file_is_not_current_so_that_its_st
 # ---- damage ---------------------------------------------------------------------------------------------------
 
 
-def problems(folder: Path) -> list[str]:
-    return verify_files(folder, read_manifest(folder, "packed", COMMAND))
-
-
-def test_an_untouched_folder_verifies(artifact):
-    assert problems(artifact) == []
-
-
 def test_a_missing_file_a_changed_size_and_one_flipped_bit_are_all_found(artifact):
+    def problems(folder: Path) -> list[str]:
+        return verify_files(folder, read_manifest(folder, "packed", COMMAND))
+
+    assert problems(artifact) == []
     (artifact / "inner" / "docs.idx").unlink()
     (artifact / "tokens.bin").write_bytes(b"0123456788")
     flipped = problems(artifact)
@@ -143,10 +126,7 @@ def test_a_fingerprint_depends_on_the_value_and_not_on_the_order_of_its_keys():
     assert fingerprint({"a": 1}) != fingerprint({"a": 2})
     assert fingerprint([1, 2]) != fingerprint([2, 1])
     assert len(fingerprint({})) == 16
-
-
-def test_a_fingerprint_stays_the_same_over_versions():
-    assert fingerprint({"a": 1, "b": "中"}) == "2831299868169bc5"
+    assert fingerprint({"a": 1, "b": "中"}) == "2831299868169bc5", "the same over versions"
 
 
 # ---- manifests that nobody of us wrote ----

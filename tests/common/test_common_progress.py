@@ -7,15 +7,10 @@ import pty
 import subprocess
 import sys
 import textwrap
-
-import pytest
+from contextlib import suppress
 
 from zero2all.common import progress as module
 from zero2all.common.progress import counted, human_count, human_seconds, progress
-
-
-def test_one_of_a_kind_is_no_plural():
-    assert [counted(count, "step") for count in (0, 1, 2, 12345)] == ["0 steps", "1 step", "2 steps", "12,345 steps"]
 
 
 def test_in_a_log_file_the_end_is_one_plain_line_with_share_and_speed(capsys):
@@ -44,33 +39,47 @@ def test_in_a_log_file_a_line_comes_every_so_many_seconds_with_the_time_left(cap
     assert "loss 2.5" in lines[1]
 
 
-def test_what_was_done_before_counts_in_the_share_and_not_in_the_speed(capsys):
+def test_what_was_done_before_counts_in_the_share_and_not_in_the_speed_and_a_total_may_come_late_or_never(capsys):
     with progress("train", total=10**9, unit="tok", done=10**9):
         pass
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "1.0G/1.0G tok (100%)" in line
-    assert " 0 tok/s" in line
-
-
-def test_an_unknown_or_corrected_total_is_no_trouble(capsys):
     with progress("eval", total=None, unit="B") as bar:
         bar.advance(12)
     with progress("eval", total=None, unit="B") as bar:
         bar.set_total(24)
         bar.advance(12)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("eval       12 B ")
-    assert second.startswith("eval       12/24 B (50%)")
+    done, unknown, corrected = capsys.readouterr().err.splitlines()
+    assert "1.0G/1.0G tok (100%)" in done
+    assert " 0 tok/s" in done
+    assert unknown.startswith("eval       12 B ")
+    assert corrected.startswith("eval       12/24 B (50%)")
+
+
+def test_who_imports_the_package_gets_records_of_the_module_that_says_it_and_nothing_is_printed():
+    script = """
+        import logging, sys
+        from zero2all.common.progress import progress, say
+        say("before")
+        seen = []
+        class Keep(logging.Handler):
+            def emit(self, record):
+                seen.append((record.name, record.levelname, record.getMessage()))
+        logging.getLogger("zero2all").addHandler(Keep())
+        logging.getLogger("zero2all").setLevel("INFO")
+        with progress("pack", total=10, unit="B") as bar:
+            bar.advance(10)
+        say("a path with %d in it")
+        assert [each[:2] for each in seen] == [("zero2all.common.progress", "INFO"), ("zero2all", "INFO")]
+        assert seen[0][2].startswith("pack       10/10 B (100%)")
+        assert seen[1][2] == "a path with %d in it"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_work_that_fails_prints_no_line_of_success(capsys):
-    def work() -> None:
-        with progress("pack", total=10, unit="B") as bar:
-            bar.advance(5)
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        work()
+    with suppress(RuntimeError), progress("pack", total=10, unit="B") as bar:
+        bar.advance(5)
+        raise RuntimeError
     assert capsys.readouterr().err == ""
 
 
@@ -103,15 +112,9 @@ def test_on_a_terminal_there_is_a_live_bar_with_label_share_speed_and_note():
     assert "\x1b[?25l\x1b[?25h" in text, "the cursor stays: what is stopped or killed cannot give it back"
 
 
-@pytest.mark.parametrize(
-    ("count", "words"), [(0, "0"), (999, "999"), (1500, "1.5k"), (999_999, "1.0M"), (2.5e9, "2.5G"), (3e13, "30.0T")]
-)
-def test_counts_in_words(count, words):
-    assert human_count(count) == words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"), [(-3, "0s"), (59.4, "59s"), (59.6, "1m00s"), (75, "1m15s"), (3725, "1h02m")]
-)
-def test_seconds_in_words(seconds, words):
-    assert human_seconds(seconds) == words
+def test_counts_and_seconds_in_words():
+    counts = {0: "0", 999: "999", 1500: "1.5k", 999_999: "1.0M", 2.5e9: "2.5G", 3e13: "30.0T"}
+    assert {count: human_count(count) for count in counts} == counts
+    seconds = {-3: "0s", 59.4: "59s", 59.6: "1m00s", 75: "1m15s", 3725: "1h02m"}
+    assert {each: human_seconds(each) for each in seconds} == seconds
+    assert [counted(count, "step") for count in (0, 1, 2, 12345)] == ["0 steps", "1 step", "2 steps", "12,345 steps"]

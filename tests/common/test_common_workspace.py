@@ -41,13 +41,10 @@ def test_a_workspace_of_another_layout_is_refused_with_both_versions(tmp_path, l
         assert "--work" in message
 
 
-def test_a_stamp_that_is_not_ours_is_refused(tmp_path):
+def test_a_stamp_that_is_not_ours_and_a_path_where_no_workspace_can_be_are_refused(tmp_path):
     write_json(tmp_path / STAMP_NAME, ["a", "list"])
     with pytest.raises(BadInputError, match="another version"):
         open_workspace(tmp_path)
-
-
-def test_a_path_where_no_workspace_can_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("text")
     with pytest.raises(BadInputError, match="is a file, not a folder"):
         open_workspace(tmp_path / "file", create=True)
@@ -68,12 +65,9 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
 # ---- records --------------------------------------------------------------------------------------------------
 
 
-def test_without_a_report_there_is_no_corpus(tmp_path):
+def test_without_a_report_there_is_no_corpus_and_a_source_that_it_lists_must_be_whole(tmp_path):
     with pytest.raises(BadInputError, match=r"no finished corpus .*Run `z2a corpus build` first"):
         corpus_sources(tmp_path)
-
-
-def test_a_source_that_the_report_lists_must_be_whole(tmp_path):
     write_json(tmp_path / "report.json", {"sources": {"en": {}}})
     with pytest.raises(BadInputError, match=r"no finished corpus in .*en"):
         corpus_sources(tmp_path)
@@ -103,23 +97,15 @@ def test_a_title_is_part_of_the_text_unless_the_text_opens_with_it():
 # ---- where results may be put ----
 
 
-OF_STAGES = (
-    "workspace.json",
-    "corpus/report.json",
-    "corpus/en/train/part-00000.jsonl",
-    "tokenizer/tokenizer.json",
-    "runs/a/config.yaml",
-    "runs/a/metrics/000.jsonl",
-)
-
-
 def test_a_result_never_replaces_a_file_that_a_stage_has_written(tmp_path):
+    of_stages = ["corpus/report.json", "corpus/en/train/part-00000.jsonl", "tokenizer/tokenizer.json"]
+    of_stages += ["runs/a/config.yaml", "runs/a/metrics/000.jsonl"]
     open_workspace(tmp_path, create=True)
-    for name in OF_STAGES[1:]:
+    for name in of_stages:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "link.json").symlink_to(tmp_path / "corpus/report.json")
-    for name in (*OF_STAGES, "link.json", "corpus/../corpus/report.json"):
+    for name in (*of_stages, "workspace.json", "link.json", "corpus/../corpus/report.json"):
         with pytest.raises(BadInputError, match=r"already exists inside .* delete the file first"):
             require_output(tmp_path / name, "--json")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
+from zero2all.common.workspace import Workspace
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.pieces import turns_of
 from zero2all.packed.samples import open_samples
@@ -27,17 +29,17 @@ def chat(number):
     ]
 
 
-@pytest.fixture
-def talks(work):
+@pytest.fixture(scope="module")
+def talks(shared_work, tmp_path_factory):
     """A source in which every other record is a conversation."""
+    work = Workspace(shutil.copytree(shared_work.root, tmp_path_factory.mktemp("talks") / "work"))
     rows = [
         {"text": " ".join(turn["content"] for turn in chat(n)), **({"messages": chat(n)} if n % 2 else {})}
         for n in range(40)
     ]
     path = work.raw / "talks.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    options = BuildOptions(valid_share=0)
-    build_corpus(work.corpus, [Source("talks", path, "talk")], options)
+    build_corpus(work.corpus, [Source("talks", path, "talk")], BuildOptions(valid_share=0))
     return work
 
 
@@ -53,20 +55,19 @@ def expected(tokenizer, messages):
     return [*ids, tokenizer.end_id], [*counts, 0]
 
 
-def packed_documents(work, **options):
-    pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(**options))
-    split = open_split(work.packed, "talks", "train")
-    tokens, mask = split.read(0, split.tokens), split.read_mask(0, split.tokens)
-    starts = np.concatenate([split.docs[shard] + split.shard_starts[shard] for shard in range(len(split.shards))])
-    cuts = starts[1:].astype(int)
-    return split, list(zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True))
+def packed(work, folder, **options):
+    pack_corpus(work.corpus, work.tokenizer, folder, PackOptions(**options))
+    return open_split(folder, "talks", "train")
 
 
 @pytest.mark.parametrize("shard_tokens", [1 << 28, 101])
-def test_what_is_packed_is_the_messages_between_their_marks(talks, shard_tokens):
+def test_what_is_packed_is_the_messages_between_their_marks(talks, tmp_path, shard_tokens):
     tokenizer = load_tokenizer(talks.tokenizer)
-    split, documents = packed_documents(talks, shard_tokens=shard_tokens)
+    split = packed(talks, tmp_path, shard_tokens=shard_tokens)
     assert split.manifest["conversations"] == 20
+    tokens, mask = split.read(0, split.tokens), split.read_mask(0, split.tokens)
+    starts = np.concatenate([split.docs[shard] + split.shard_starts[shard] for shard in range(len(split.shards))])
+    documents = list(zip(np.split(tokens, starts[1:].astype(int)), np.split(mask, starts[1:].astype(int)), strict=True))
     assert len(documents) == 40
     talked = 0
     for tokens, mask in documents:
@@ -79,44 +80,36 @@ def test_what_is_packed_is_the_messages_between_their_marks(talks, shard_tokens)
     assert talked == 20
 
 
-def test_prompts_count_too_when_they_are_to_be_learnt(talks):
-    split, _ = packed_documents(talks, learn_prompts=True)
+def test_prompts_count_too_when_they_are_to_be_learnt(talks, tmp_path):
+    split = packed(talks, tmp_path, learn_prompts=True)
     assert not split.manifest["loss_mask"]
     assert split.masks is None
     assert split.manifest["conversations"] == 20
 
 
-def test_the_form_of_sharegpt_is_understood():
+def test_the_form_of_sharegpt_is_understood_and_a_field_that_happens_to_be_called_messages_is_no_conversation():
     record = {"others": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}}
     assert [(turn.role, turn.text) for turn in turns_of(record, "here")] == [("user", "a"), ("assistant", "b")]
-
-
-@pytest.mark.parametrize(
-    "others", [{}, {"messages": 7}, {"messages": []}, {"messages": ["a"]}, {"messages": [{"n": 1}]}]
-)
-def test_a_field_that_happens_to_be_called_messages_is_no_conversation(others):
-    assert turns_of({"others": others}, "here") is None
+    for others in ({}, *({"messages": each} for each in (7, [], ["a"], [{"n": 1}]))):
+        assert turns_of({"others": others}, "here") is None
 
 
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        (
-            {"role": "narrator", "content": "a"},
-            r"gid 7, others\.messages\[1\]: the role is 'narrator', expected one of",
-        ),
-        ({"role": "user", "content": 5}, r"gid 7, others\.messages\[1\]: `content` is int, expected text"),
-        ("text", r"gid 7, others\.messages\[1\]: the role is None"),
+        ({"role": "narrator", "content": "a"}, "the role is 'narrator', expected one of"),
+        ({"role": "user", "content": 5}, "`content` is int, expected text"),
+        ("text", "the role is None"),
     ],
 )
 def test_a_damaged_message_is_named(message, error):
     record = {"others": {"messages": [{"role": "user", "content": "a"}, message]}}
-    with pytest.raises(BadInputError, match=error):
+    with pytest.raises(BadInputError, match=rf"gid 7, others\.messages\[1\]: {error}"):
         turns_of(record, "gid 7")
 
 
-def test_masked_tokens_receive_no_gradient(talks):
-    split, _ = packed_documents(talks)
+def test_masked_tokens_receive_no_gradient(talks, tmp_path):
+    split = packed(talks, tmp_path)
     seq_len = 48
     samples = open_samples(split, seq_len, "concat")
     tokens, weights = np.empty(seq_len + 1, np.int64), np.empty(seq_len, np.float32)

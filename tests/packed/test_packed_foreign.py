@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.packed.foreign import (
-    Import,
-    document_lengths,
-    export_split,
-    import_source,
-    index_bytes,
-    megatron_dtype,
-)
+from zero2all.packed.foreign import Import, document_lengths, export_split, import_source, index_bytes, megatron_dtype
 from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
@@ -98,7 +91,7 @@ def test_a_mask_goes_out_and_comes_in_with_numpy(by_hand, work, tmp_path):
     assert found.read_mask(0, found.tokens).tolist() == made.masks["talk"].tolist()
 
 
-def test_a_bare_file_is_cut_into_documents_behind_each_end(work, tmp_path):
+def test_a_bare_file_is_cut_into_documents_behind_each_end_and_rows_of_an_array_are_documents(work, tmp_path):
     tokenizer = load_tokenizer(work.tokenizer)
     end = tokenizer.end_id
     path = tmp_path / "tokens.bin"
@@ -109,12 +102,11 @@ def test_a_bare_file_is_cut_into_documents_behind_each_end(work, tmp_path):
     found = open_split(work.packed, "own", "train")
     assert document_lengths(found).tolist() == [3, 2, 2]
     assert found.channel == "x"
-
-
-def test_rows_of_an_array_are_documents(work, tmp_path):
     np.save(tmp_path / "rows.npy", np.full((3, 5), 20, np.int64))
-    import_source(work.packed, load_tokenizer(work.tokenizer), Import("rows", tmp_path / "rows.npy", "numpy"))
+    import_source(work.packed, tokenizer, Import("rows", tmp_path / "rows.npy", "numpy"))
     assert document_lengths(open_split(work.packed, "rows", "train")).tolist() == [5, 5, 5]
+    with pytest.raises(UsageError, match="`zh` already exists, made from the corpus"):
+        import_source(work.packed, tokenizer, Import("zh", tmp_path / "rows.npy", "numpy"))
 
 
 def test_a_megatron_document_of_several_sequences_is_one_document(work, tmp_path):
@@ -169,9 +161,3 @@ def test_a_damaged_megatron_index_is_refused_by_name(shared_work, work, tmp_path
     with pytest.raises(BadInputError, match=error) as caught:
         import_source(work.packed, load_tokenizer(work.tokenizer), Import("zh2", tmp_path / "zh.train.bin", "megatron"))
     assert "zh.train" in str(caught.value)
-
-
-def test_a_source_of_the_corpus_is_not_replaced_by_an_import(work, tmp_path):
-    np.save(tmp_path / "a.npy", np.full(10, 20))
-    with pytest.raises(UsageError, match="`zh` already exists, made from the corpus"):
-        import_source(work.packed, load_tokenizer(work.tokenizer), Import("zh", tmp_path / "a.npy", "numpy"))

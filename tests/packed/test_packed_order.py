@@ -29,7 +29,7 @@ def whole(size: int, key: int) -> np.ndarray:
 # ---- the permutation ----
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 3000), key=KEYS)
 @example(size=1, key=0)
 @example(size=2, key=0)
@@ -37,17 +37,10 @@ def whole(size: int, key: int) -> np.ndarray:
 @example(size=1023, key=5)
 @example(size=1024, key=5)
 @example(size=1025, key=5)
-@example(size=4096, key=2**64 - 1)
 @example(size=4097, key=2**64 - 1)
+@example(size=(1 << 18) + 1, key=7)
 def test_permutation_meets_every_index_exactly_once(size, key):
-    assert sorted(whole(size, key)) == list(range(size))
-
-
-def test_permutation_of_a_large_source_is_a_bijection():
-    size = (1 << 18) + 1
-    seen = np.zeros(size, dtype=bool)
-    seen[whole(size, 7)] = True
-    assert seen.all()
+    assert (np.bincount(whole(size, key), minlength=size) == np.ones(size)).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -66,7 +59,7 @@ def test_other_keys_give_other_orders():
     assert len(keys) == 40
 
 
-@pytest.mark.parametrize("size", [10, 37, 64])
+@pytest.mark.parametrize("size", [10, 37])
 def test_every_index_lands_everywhere_equally_often(size):
     # Chi-square over (index, place) for 800 keys: size^2 cells, (size - 1)^2 degrees of freedom, mean equal to them,
     # standard deviation sqrt(2 x them). Five of those is beyond what chance does.
@@ -88,7 +81,7 @@ def test_neighbours_are_scattered():
 # ---- the weights ----
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(st.floats(0, 1e12) | st.just(0.0) | st.floats(1e-300, 1e-6), min_size=1, max_size=12))
 @example([0.9 / 65536, 0.1, 0.2, 0.3])
 @example([5e-324, 1e300])
@@ -114,26 +107,21 @@ def test_a_source_lifted_to_one_unit_is_not_rounded_up_again():
 # ---- the interleave ----
 
 
-def assert_prefixes_are_within_one_sample(cycle: MixtureCycle) -> None:
-    slots = np.arange(1, cycle.length + 1)
-    for source, count in enumerate(cycle.counts):
-        taken = np.cumsum(cycle.picks == source)
-        assert taken[-1] == count
-        assert (np.abs(taken * cycle.length - slots * count) < cycle.length).all()
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=7).filter(any))
 @example([0, 5, 0])
 @example([1, 1, 1, 1])
 @example([59, 1])
+@example(rounded_weights([0.47, 0.45, 0.08]))
+@example(rounded_weights([1e-9, 3.0, 7.0]))
+@example(rounded_weights([0.1, 0.2, 0.3, 0.15, 0.25]))
 def test_every_prefix_of_a_cycle_is_within_one_sample_of_its_share(units):
-    assert_prefixes_are_within_one_sample(MixtureCycle(units))
-
-
-@pytest.mark.parametrize("weights", [[0.47, 0.45, 0.08], [1e-9, 3.0, 7.0], [0.1, 0.2, 0.3, 0.15, 0.25]])
-def test_prefixes_of_real_mixtures_are_within_one_sample_too(weights):
-    assert_prefixes_are_within_one_sample(MixtureCycle(rounded_weights(weights)))
+    cycle = MixtureCycle(units)
+    slots = np.arange(1, cycle.length + 1)
+    for source, count in enumerate(cycle.counts):
+        taken = np.cumsum(cycle.picks == source)
+        assert taken[-1] == count
+        assert (np.abs(taken * cycle.length - slots * count) < cycle.length).all()
 
 
 # ---- the order ----
@@ -219,12 +207,12 @@ def test_each_sample_comes_once_per_epoch_and_stages_continue_where_sources_stoo
                 assert set(visited) == set(range(source.samples))  # and nothing skipped
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
-    order = Order([OrderedSource("a", 100)], [(0, [1])], seed=1)
-    first, second = np.split(order.lookup(np.arange(200))[1], 2)
-    other = Order([OrderedSource("a", 100)], [(0, [1])], seed=2).lookup(np.arange(100))[1]
+def test_epochs_and_seeds_have_orders_of_their_own_and_a_late_one_is_still_a_permutation():
+    order, other = (Order([OrderedSource("a", 1000)], [(0, [1])], seed=seed) for seed in (1, 2))
+    first, second = np.split(order.lookup(np.arange(2000))[1], 2)
     assert first.tolist() != second.tolist()
-    assert first.tolist() != other.tolist()
+    assert first.tolist() != other.lookup(np.arange(1000))[1].tolist()
+    assert sorted(order.lookup(np.arange(10**12, 10**12 + 1000))[1]) == list(range(1000))
 
 
 def test_a_position_far_away_costs_no_more_than_the_first():
@@ -235,8 +223,3 @@ def test_a_position_far_away_costs_no_more_than_the_first():
     assert (samples < sizes[numbers]).all()
     assert (samples >= 0).all()
     assert np.abs(order.taken(10**12 + 64) - order.taken(10**12) - np.array([16, 16, 32])).max() <= 1
-
-
-def test_a_late_epoch_is_still_a_permutation():
-    order = Order([OrderedSource("a", 1000)], [(0, [1])], seed=1)
-    assert sorted(order.lookup(np.arange(10**12, 10**12 + 1000))[1]) == list(range(1000))

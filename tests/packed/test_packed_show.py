@@ -16,9 +16,8 @@ from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import read_batch
 from zero2all.packed.mixture import open_training_data
 from zero2all.packed.shard_format import open_split
-from zero2all.packed.show import Origins, sample_at, split_sample
+from zero2all.packed.show import Origins, packed_stats, sample_at, split_sample
 from zero2all.packed.stages import Stage
-from zero2all.packed.stats import packed_stats
 from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer import load_tokenizer
 
@@ -79,12 +78,6 @@ def test_the_raw_file_of_a_source_of_many_files_follows_from_the_list_of_origins
     assert re.match(r"item 50 of \S+ \(files: 3\); ", unknown.in_words())
 
 
-def test_without_the_corpus_samples_are_still_shown(work):
-    split = open_split(work.packed, "zh", "train")
-    shown = split_sample(split, 0, SEQ_LEN, "concat", work.root / "nowhere")
-    assert all(document.origin is None for document in shown.documents)
-
-
 def test_padding_and_what_does_not_count_are_marked(by_hand, tmp_path, shared_work):
     tokenizer = load_tokenizer(shared_work.tokenizer)
     made = by_hand(tmp_path, {"talk": [20] * 9}, masked=["talk"], vocab_size=tokenizer.vocab_size)
@@ -99,8 +92,10 @@ def test_padding_and_what_does_not_count_are_marked(by_hand, tmp_path, shared_wo
     assert second.text(tokenizer).count("⟦") == second.text(tokenizer).count("⟧") > 1
 
 
-def test_a_sample_that_is_not_there_is_refused(shared_work):
+def test_without_the_corpus_samples_are_still_shown_and_one_that_is_not_there_is_refused(shared_work):
     split = open_split(shared_work.packed, "zh", "train")
+    shown = split_sample(split, 0, SEQ_LEN, "concat", shared_work.root / "nowhere")
+    assert all(document.origin is None for document in shown.documents)
     with pytest.raises(UsageError, match=r"has \d+ samples of 64 \+ 1 tokens, so there is no sample 9,999"):
         split_sample(split, 9999, SEQ_LEN, "concat", shared_work.corpus)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import random
 import re
@@ -16,17 +17,18 @@ import numpy as np
 import pytest
 
 from zero2all.cli import main
-from zero2all.common.engine import EngineConfig
 from zero2all.common.errors import BadInputError, RunLockedError
-from zero2all.common.manifest import verify_files
+from zero2all.common.manifest import read_manifest, verify_files
 from zero2all.common.records import iter_records, training_text
 from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.packed import writer
 from zero2all.packed.bestfit import open_best_fit
 from zero2all.packed.pieces import cut_part
 from zero2all.packed.shard_format import open_split, packed_sources, token_dtype
 from zero2all.packed.writer import PackOptions, pack_corpus, writing_to
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.config import TokenizerConfig
+from zero2all.tokenizer.encoders import EncoderConfig
 from zero2all.tokenizer.stage import train_on_corpus
 
 VOCAB_SIZE = 400
@@ -34,18 +36,11 @@ SOURCES = ("novels", "letters", "zh")
 
 
 def pack(work, **options):
-    workers = options.pop("workers", None)
-    config = EngineConfig(workers=workers)
-    return pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(**options), config)
+    return pack_corpus(work.corpus, work.tokenizer, work.packed, PackOptions(**options))
 
 
 def times(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-
-
-def test_ids_are_16_bits_wide_up_to_65536_of_them_and_32_beyond():
-    assert token_dtype(65536) == np.dtype("<u2")
-    assert token_dtype(65537) == np.dtype("<u4")
 
 
 def test_a_document_is_its_tokens_between_begin_and_end_and_decodes_to_its_text(shared_work):
@@ -80,6 +75,7 @@ def test_manifest_counts_what_is_there_and_knows_every_file(shared_work):
 
 
 def test_a_vocabulary_beyond_16_bits_is_packed_wide(work):
+    assert token_dtype(65536) == np.dtype("<u2")
     before = open_split(work.packed, "zh", "train").read(0, 50).tolist()
     path = work.tokenizer / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -117,30 +113,15 @@ def test_shards_are_closed_between_documents_and_read_across_their_borders(work)
         split.read(split.tokens - 3, 4)
 
 
-def test_packing_again_touches_nothing(work):
+def test_packing_again_writes_only_what_has_changed(work, texts, rebuild):
     before = times(work.packed)
-    result = pack(work)
+    assert sorted(pack(work)) == sorted(f"{name}/{split}" for name in SOURCES for split in ("train", "valid"))
     assert times(work.packed) == before
-    assert sorted(result) == sorted(
-        f"{name}/{split}" for name in ("novels", "letters", "zh") for split in ("train", "valid")
-    )
-
-
-def test_a_changed_source_is_repacked_and_the_others_are_left_alone(work, texts, rebuild):
-    others = times(work.packed / "novels")
-    rebuild(work, {**texts, "zh": texts["zh"][:60]})
+    rebuild(work, {**texts, "zh": texts["zh"][:60]}, {"novels": "stories", "letters": "en", "zh": "zh"})
     pack(work)
     assert open_split(work.packed, "zh", "train").manifest["documents"] < 60
-    assert times(work.packed / "novels") == others
-
-
-def test_a_source_given_another_channel_takes_it_along(work, texts, rebuild):
-    rebuild(work, texts, {"novels": "stories", "letters": "en", "zh": "zh"})
-    pack(work)
     assert open_split(work.packed, "novels", "train").channel == "stories"
-
-
-def test_a_source_that_left_the_corpus_is_no_longer_read(work, texts, rebuild):
+    assert times(work.packed / "letters").items() <= before.items()
     rebuild(work, {"zh": texts["zh"]})
     pack(work)
     assert packed_sources(work.packed) == ["zh"]
@@ -152,31 +133,25 @@ def flip(path, at=10):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["tokens-00000.bin", "docs-00000.idx", "gids-00000.bin"])
-def test_a_flipped_byte_is_found_by_packing_again_and_mended(work, tree, capsys, name):
-    before = tree(work.packed)
-    flip(work.packed / "letters/train" / name)
-    others = times(work.packed / "zh")
-    pack(work)
-    assert tree(work.packed) == before
-    assert times(work.packed / "zh") == others
-    said = capsys.readouterr().err
-    assert re.search(rf"{name} has changed .*crc32c differs.*letters/train is written again", said), said
-
-
-def test_mending_a_split_brings_its_best_fit_indexes_back_and_a_damaged_index_is_mended_too(work, tree):
+def test_whatever_is_damaged_is_found_by_packing_again_and_mended_with_its_best_fit_index(work, tree, capsys):
     pack(work, best_fit=(32,))
-    before = tree(work.packed)
-    flip(work.packed / "letters/train/tokens-00000.bin")
+    before, untouched = tree(work.packed), times(work.packed / "novels/valid")
+    flipped = ("letters/train/tokens-00000.bin", "letters/valid/docs-00000.idx", "zh/valid/gids-00000.bin")
+    for name in flipped:
+        flip(work.packed / name)
     (work.packed / "novels/train/tokens-00000.bin").unlink()
     flip(work.packed / "zh/train/best-fit-32/starts.u64")
     pack(work)
     assert tree(work.packed) == before
+    assert times(work.packed / "novels/valid") == untouched
+    said = capsys.readouterr().err
+    for name in flipped:
+        folder, file = name.rsplit("/", 1)
+        assert re.search(rf"{file} has changed .*crc32c differs.*{folder} is written again", said), said
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 20, 1000])
 def test_a_corpus_shard_that_was_changed_is_refused_until_the_corpus_is_built_again(
-    shared_work, work, texts, rebuild, tree, piece_bytes
+    shared_work, work, texts, rebuild, tree
 ):
     shard = work.corpus / "letters/train/part-00000.jsonl"
     content = shard.read_bytes()
@@ -187,26 +162,16 @@ def test_a_corpus_shard_that_was_changed_is_refused_until_the_corpus_is_built_ag
         with pytest.raises(
             BadInputError, match=r"letters/train/part-00000\.jsonl has changed .*`z2a corpus build` again"
         ):
-            pack(work, piece_bytes=piece_bytes)
+            pack(work, piece_bytes=3000)
     assert not (work.packed / "letters/train").exists()
     rebuild(work, texts)
     assert shard.read_bytes() == content
-    pack(work, piece_bytes=piece_bytes)
+    pack(work, piece_bytes=3000)
     assert tree(work.packed) == tree(shared_work.packed)
-
-
-def test_a_corpus_shard_that_was_cut_is_refused_before_anything_is_read(work):
     shutil.rmtree(work.packed)
-    shard = work.corpus / "zh/train/part-00000.jsonl"
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(BadInputError, match=r"zh/train/part-00000\.jsonl has \d+ bytes, its manifest says \d+"):
+    shard.write_bytes(content[:-100])
+    with pytest.raises(BadInputError, match=r"letters/train/part-00000\.jsonl has \d+ bytes, its manifest says \d+"):
         pack(work)
-
-
-def test_without_a_finished_packing_there_is_no_data(work):
-    (work.packed / "report.json").unlink()
-    with pytest.raises(BadInputError, match=r"no finished packed data.*z2a pack"):
-        packed_sources(work.packed)
 
 
 def test_while_data_is_packed_anew_the_old_and_the_new_are_not_mixed(work):
@@ -216,7 +181,7 @@ def test_while_data_is_packed_anew_the_old_and_the_new_are_not_mixed(work):
     part.write_bytes(whole[:-20] + b"." * 19 + b"\n")  # the last source cannot be packed
     with pytest.raises(BadInputError, match=r"zh/train/part-00000\.jsonl is damaged: the line at byte \d+ is not JSON"):
         pack(work)
-    with pytest.raises(BadInputError, match="no finished packed data"):
+    with pytest.raises(BadInputError, match=r"no finished packed data.*z2a pack"):
         packed_sources(work.packed)
     done = pieces(work)
     assert done, "the sources before it are kept"
@@ -230,14 +195,6 @@ def test_a_split_of_another_version_is_refused_by_name(work):
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
     with pytest.raises(BadInputError, match="packed format 99"):
         open_split(work.packed, "zh", "train")
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_pieces_and_workers_do_not_show_in_what_is_written(shared_work, work, tree, workers):
-    wanted = tree(shared_work.packed)
-    shutil.rmtree(work.packed)
-    pack(work, piece_bytes=3000, workers=workers)
-    assert tree(work.packed) == wanted
 
 
 @pytest.mark.parametrize("shard_format", ["jsonl.zst", "parquet", "txt"])
@@ -272,24 +229,24 @@ from tests.moments import signal_when
 from zero2all.common.engine import EngineConfig
 from zero2all.packed.writer import PackOptions, pack_corpus
 if __name__ == "__main__":
-    work, count = Path(sys.argv[1]), int(sys.argv[4])
+    work, count = Path(sys.argv[1]), int(sys.argv[3])
     pieces = lambda: [each for each in work.glob("packed/.build/*/piece-*") if ".partial-" not in each.name]
     signal_when(lambda: len(pieces()) >= count, after=random.uniform(0, 0.01))
-    options = PackOptions(piece_bytes=2000, shard_tokens=int(sys.argv[3]))  # so that there is something to interrupt
+    options = PackOptions(piece_bytes=2000)  # so that there is something to interrupt
     pack_corpus(work / "corpus", work / "tokenizer", work / "packed", options, EngineConfig(workers=int(sys.argv[2])))
 """
-SHARD_TOKENS = 1 << 28
 
 
 def test_packing_killed_at_any_moment_leaves_no_half_and_finishes_with_the_same_bytes(
     shared_work, work, tree, monkeypatch
 ):
+    """Neither the pieces nor the number of workers show in what is written."""
     wanted = tree(shared_work.packed)
     shutil.rmtree(work.packed)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     interrupted, kept = 0, set()
-    for kill in range(6):
-        words = [str(work.root), "2" if kill == 5 else "1", str(SHARD_TOKENS), str(len(kept) + 3)]
+    for kill in range(4):
+        words = [str(work.root), "2" if kill == 3 else "1", str(len(kept) + 5)]
         interrupted += subprocess.run([sys.executable, "-c", KILLED_PACK, *words]).returncode == -signal.SIGKILL
         if (work.packed / ".build").is_dir():
             assert kept <= pieces(work), "what was done before the kill is not done again"
@@ -299,14 +256,10 @@ def test_packing_killed_at_any_moment_leaves_no_half_and_finishes_with_the_same_
                 packed_sources(work.packed)
         # .build is left out: a worker that outlives the kill by a moment may still clean up there
         parts = [path for path in work.packed.iterdir() if path.is_dir() and path.name != ".build"]
-        finished = {
-            f"{part.name}/{name}": data
-            for part in parts
-            for name, data in tree(part).items()
-            if ".partial-" not in name
-        }
-        assert finished == {name: wanted[name] for name in finished}  # what stands under its name is whole
-    assert interrupted >= 3
+        finished = {f"{part.name}/{name}": data for part in parts for name, data in tree(part).items()}
+        whole = {name: data for name, data in finished.items() if ".partial-" not in name}
+        assert whole == {name: wanted[name] for name in whole}  # what stands under its name is whole
+    assert interrupted >= 2
     pack(work, piece_bytes=2000)
     assert tree(work.packed) == wanted
 
@@ -328,8 +281,7 @@ def test_a_second_packing_of_the_same_workspace_is_refused(work):
 
 def test_best_fit_indexes_are_built_when_asked_and_go_with_their_split(work, texts, rebuild):
     pack(work, best_fit=(32, 64))
-    index = open_best_fit(open_split(work.packed, "zh", "train"), 64)
-    assert index.manifest["rows"] > 10
+    assert open_best_fit(open_split(work.packed, "zh", "train"), 64).manifest["rows"] > 10
     before = times(work.packed)
     pack(work, best_fit=(32, 64))
     assert times(work.packed) == before
@@ -360,3 +312,32 @@ def test_text_that_the_tokenizer_cannot_spell_is_counted_and_told(work, texts, t
         assert (unknown > 0) == (name == "zh") == (f"of the tokens of {name}/train are <unk>" in shown.err)
         assert (f"  {unknown:,} <unk>" in shown.out) == (name == "zh")
     assert load_tokenizer(work.tokenizer).unknown_id == 0
+
+
+# ---- what encodes ----
+
+
+@pytest.mark.parametrize("name", ["numba", "fastokens"])
+def test_packed_tokens_do_not_depend_on_the_encoder_and_another_one_packs_nothing_again(
+    name, shared_work, tmp_path, tree
+):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    options = PackOptions(encoder=EncoderConfig(name, strict=True))
+    first = pack_corpus(shared_work.corpus, shared_work.tokenizer, tmp_path, options)
+    tokens = {path: data for path, data in tree(tmp_path).items() if not path.endswith("manifest.json")}
+    expected = {path: data for path, data in tree(shared_work.packed).items() if not path.endswith("manifest.json")}
+    assert tokens == expected
+    choice = read_manifest(tmp_path / "zh" / "train", "packed", "z2a pack")["encoder"]
+    assert (choice["asked"], choice["got"], choice["reason"]) == (name, name, "as asked")
+    assert choice["parity"]["documents"] == 3 * writer.SAMPLE_DOCUMENTS - (64 - 40)  # `letters` has 40 documents
+    assert pack_corpus(shared_work.corpus, shared_work.tokenizer, tmp_path) == first
+
+
+def test_a_fallback_is_printed_and_recorded(shared_work, tmp_path, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name != "numba" else find(name))
+    pack_corpus(shared_work.corpus, shared_work.tokenizer, tmp_path, PackOptions(encoder=EncoderConfig("fastokens")))
+    assert "the encoder fastokens cannot be used, so numba is used" in capsys.readouterr().err
+    choice = read_manifest(tmp_path / "novels" / "valid", "packed", "z2a pack")["encoder"]
+    assert "fastokens is not installed" in choice["reason"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import json
+import resource
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,27 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.processes import Program, WarmProcess
+from tests.simulated_rank import CollectiveBytes
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
-from zero2all.model.z2all import PipelineStage
-from zero2all.ops.gradient_sink import now_or_later
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.parameter_table import draw
-from zero2all.parallel.pipeline import ModelCosts, Pipeline, make_stages
 from zero2all.parallel.world import World
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import StepResult
-from zero2all.train.step_timer import StepTimer, bubble_share
 from zero2all.train.train_step import StepPlan, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
@@ -45,49 +41,70 @@ MODEL = ModelConfig(
     vocab_size=60, hidden_size=16, intermediate_size=24, layers=3, heads=4, kv_heads=2, max_seq_len=SEQ_LEN
 )
 SEED = 3
-OPTIMIZERS = {
-    "adamw": OptimConfig(),
-    "muon": OptimConfig("muon"),
-}
+OPTIMIZERS = {"adamw": OptimConfig(), "muon": OptimConfig("muon")}
 """Those that are exact in float64."""
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "replicate": {"zero": 0},
-    "ZeRO-1": {"zero": 1},
-    "ZeRO-2": {"zero": 2},
-    "ZeRO-3": {"zero": 3},
-    "hybrid ZeRO-1": {"zero": 1, "shard": 2},
-    "hybrid ZeRO-2": {"zero": 2, "shard": 2},
-    "hybrid ZeRO-3": {"zero": 3, "shard": 2},
-    "ulysses": {"context": 2},
-    "gather x ZeRO-1": {"context": 2, "context_method": "gather", "zero": 1},
-    "ulysses x ZeRO-3": {"context": 2, "zero": 3},
+MOE = {
+    **{"experts": 12, "experts_per_token": 2, "expert_size": 8, "shared_experts": 1},
+    **{"dense_layers": 1, "balance_rate": 0.01},
 }
-TENSOR_LAYOUTS: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor": 4, "copy_kv_heads": True},
-    "replicate x tensor": {"tensor": 2},
-    "ZeRO-1 x tensor": {"tensor": 2, "zero": 1},
-    "ZeRO-2 x tensor": {"tensor": 2, "zero": 2},
-    "ZeRO-3 x tensor": {"tensor": 2, "zero": 3},
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
+GATHER = {"context_method": "gather"}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "replicate": {},
+        "ZeRO-1": {"zero": 1},
+        "ZeRO-2": {"zero": 2},
+        "ZeRO-3": {"zero": 3},
+        "tensor": {"tensor": 2},
+        "pipeline, gpipe": {"pipeline": 2, "schedule": "gpipe"},
+        "pipeline, 1f1b": {"pipeline": 2},
+        "pipeline, interleaved": {"pipeline": 2, **INTERLEAVED},
+        "pipeline, zero bubble": {"pipeline": 2, "schedule": "zero_bubble"},
+        "context, ulysses": {"context": 2},
+        "context, gather": {"context": 2, **GATHER},
+        "expert": {"expert": 2, "zero": 1},
+    },
+    4: {
+        "hybrid ZeRO-1": {"zero": 1, "shard": 2},
+        "hybrid ZeRO-2": {"zero": 2, "shard": 2},
+        "hybrid ZeRO-3": {"zero": 3, "shard": 2},
+        "tensor": {"tensor": 4, "copy_kv_heads": True},
+        "pipeline, gpipe": {"pipeline": 4, "schedule": "gpipe"},
+        "pipeline, 1f1b": {"pipeline": 4},
+        "pipeline, zero bubble": {"pipeline": 4, "schedule": "zero_bubble"},
+        "context, ulysses": {"context": 4},
+        "context, gather": {"context": 4, **GATHER},
+        "expert": {"expert": 4, "zero": 1},
+        "shard x tensor, ZeRO-1": {"zero": 1, "tensor": 2},
+        "shard x tensor, ZeRO-2": {"zero": 2, "tensor": 2},
+        "shard x tensor, ZeRO-3": {"zero": 3, "tensor": 2},
+        "tensor x pipeline": {"tensor": 2, "pipeline": 2},
+        "shard x interleaved, ZeRO-1": {"zero": 1, "pipeline": 2, **INTERLEAVED},
+        "shard x pipeline, ZeRO-3": {"zero": 3, "pipeline": 2},
+        "shard x context, ZeRO-1": {"zero": 1, "context": 2, **GATHER},
+        "shard x context, ZeRO-3": {"zero": 3, "context": 2},
+        "tensor x context": {"tensor": 2, "context": 2},
+        "shard x expert, ZeRO-1": {"zero": 1, "expert": 2},
+        "hybrid x expert, ZeRO-1": {"zero": 1, "shard": 2, "expert": 2},
+        "shard x expert, ZeRO-2": {"zero": 2, "expert": 2},
+        "tensor x expert": {"zero": 1, "tensor": 2, "expert": 4},
+        "context x expert": {"context": 2, "expert": 2},
+        "pipeline x expert": {"zero": 1, "pipeline": 2, "expert": 2},
+    },
+    8: {
+        "replicate x shard x tensor": {"zero": 1, "shard": 2, "tensor": 2},
+        "ZeRO-1 x tensor x interleaved": {"zero": 1, "tensor": 2, "pipeline": 2, **INTERLEAVED},
+        "pipeline x shard x context": {"zero": 1, "pipeline": 2, "context": 2},
+        "pipeline x shard x tensor, ZeRO-1": {"zero": 1, "pipeline": 2, "tensor": 2},
+        "pipeline x shard x tensor, ZeRO-3": {"zero": 3, "pipeline": 2, "tensor": 2},
+        "pipeline x tensor x expert": {"zero": 1, "pipeline": 2, "tensor": 2, "expert": 4},
+    },
+    16: {
+        "pipeline x shard x context x tensor": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2},
+        "the same with experts": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2, "expert": 8},
+    },
 }
-"""On four processes."""
-PIPELINES: dict[str, dict[str, Any]] = {
-    "pipeline": {"pipeline": 4},
-    "replicate x pipeline": {"pipeline": 2},
-    "ZeRO-1 x interleaved": {"pipeline": 2, "zero": 1, "schedule": "interleaved", "chunks": 2},
-    "ZeRO-3 x pipeline": {"pipeline": 2, "zero": 3},
-}
-"""Of four processes and at least four blocks."""
-EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
-    "experts, replicate": {"zero": 0},
-    "experts, ZeRO-3": {"zero": 3},
-    "expert 4, ZeRO-1": {"zero": 1, "expert": 4},
-    "expert 2, ZeRO-2": {"zero": 2, "expert": 2},
-    "expert 2, hybrid ZeRO-1": {"zero": 1, "shard": 2, "expert": 2},
-    "expert 4, tensor 2, ZeRO-1": {"zero": 1, "tensor": 2, "expert": 4},
-    "expert 2, context 2, replicate": {"zero": 0, "context": 2, "expert": 2},
-    "expert 2, pipeline 2, ZeRO-1": {"zero": 1, "pipeline": 2, "expert": 2},
-}
-"""Of a model with experts, on four processes."""
+"""By the number of processes."""
 CODE = "from tests.parallel import layouts; layouts.main()"
 
 
@@ -150,28 +167,6 @@ def batch_of(
     return Batch(rows, channels, channels, 0, weights=weights, document_ids=ids, **place)
 
 
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes that are handed to collectives, by their kind; FSDP's are seen too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, operation, _types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        if operation.namespace == "c10d":
-            kind = operation._opname.strip("_").removesuffix("_base")
-            output_first = kind in ("reduce_scatter", "allgather")
-            given = arguments[1] if output_first else arguments[0]
-            self.bytes[kind] = self.bytes.get(kind, 0) + sum(tensor.nbytes for tensor in _flat(given))
-        return operation(*arguments, **(keywords or {}))
-
-
-def _flat(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return [tensor for value in values for tensor in _flat(value)]
-
-
 def whole_tensors(state: TrainState, world: World) -> dict[str, torch.Tensor]:
     """Weights and moments, put together on rank 0 from the parts of all ranks."""
     with state.tensors() as tensors:
@@ -211,6 +206,7 @@ def course(
     samples: int = SAMPLES,
     dtype: str = "float64",
     qk_norm: bool = False,
+    with_tensors: bool = True,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -230,7 +226,7 @@ def course(
     world = world_of(world, spread)
     state = make_state(world, config)
     state.micro_batch_samples = micro
-    figures, loads, sent = [], [], SentBytes()
+    figures, loads, sent = [], [], CollectiveBytes()
     for step in range(steps):
         with sent if step == steps - 1 else nullcontext():  # it slows down every operation
             result = result_of(state, world, config, step, samples)
@@ -242,9 +238,9 @@ def course(
     return {
         "figures": figures,
         "loads": loads,
-        "sent": dict(sent.bytes),
+        "sent": sent.bytes,
         "own_bytes": own_bytes,
-        "tensors": whole_tensors(state, world),
+        "tensors": whole_tensors(state, world) if with_tensors else {},
     }
 
 
@@ -258,7 +254,7 @@ def pairs(
 ) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
-    known = LAYOUTS | TENSOR_LAYOUTS | PIPELINES | EXPERT_LAYOUTS
+    known = LAYOUTS[2] | LAYOUTS[4]
     spreads = {name: ParallelConfig(**{"bucket_mb": 0.002, **known[name]}) for name in layouts}
     configs = {name: run_config(OPTIMIZERS[optimizer], spread, **(model or {})) for name, spread in spreads.items()}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
@@ -283,45 +279,6 @@ def pairs(
             found[f"{name} -> {other}"] = (differ, abs(loss - after[0]) / after[0])
         store.close()
     return found
-
-
-class _SleepingLayer(torch.autograd.Function):
-    """Takes a while, each way and for its weight."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):  # type: ignore[no-untyped-def]
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        time.sleep(ctx.seconds)
-        now_or_later(lambda: time.sleep(ctx.seconds))
-        return dy, None
-
-
-def sleeping_stages(world: World, seconds: float, micros: int, schedule: str, chunks: int = 1) -> dict[str, Any]:
-    """The bubble that the first stage of a pipeline measures, where each stage of a process takes `seconds` / chunks
-    for a forward pass and as long for either part of a backward pass: of three steps that with the fewest delays."""
-    parallel = ParallelConfig(pipeline=world.size, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
-    stages = make_stages(ModelCosts([1.0] * world.size * chunks, 0.0), world.size * chunks)
-    mesh = world_of(world, parallel).mesh
-    pipeline = Pipeline(parallel, MODEL, stages, mesh, torch.float64, world.device)
-
-    def forward(stage: PipelineStage, _number: int, x: torch.Tensor | None) -> torch.Tensor:
-        given = torch.zeros(1, 1, MODEL.hidden_size, dtype=torch.float64, requires_grad=True) if x is None else x
-        output: torch.Tensor = _SleepingLayer.apply(given, seconds / chunks)
-        timer.mark("forward")
-        return output.sum() if stage.is_last else output
-
-    shares = []
-    for _ in range(3):
-        dist.barrier()
-        timer = StepTimer(world.device)
-        pipeline.run([1] * micros, 1, forward, lambda: None, timer.mark)
-        shares.append(bubble_share(timer.seconds()))
-    return {"bubble": min(shares)}
 
 
 def world_of(world: World, config: ParallelConfig) -> World:
@@ -351,15 +308,20 @@ def result_of(state: TrainState, world: World, config: RunConfig, step: int, sam
 
 
 def main() -> None:
-    """RANK SIZE STORE OUT CASES (JSON: name -> arguments of `course`, or of `pairs` where it names a folder, or of
-    `sleeping_stages` where it names seconds)."""
+    """RANK SIZE STORE OUT CASES (JSON: arguments of `course`, of `pairs` with a folder, or a random case, by name)."""
+    from tests.parallel.test_parallel_fuzz import outcome
+
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
+    # Every case makes groups, and DTensor keeps their names, so none is destroyed before the end.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     world = World(rank, size, control=dist.group.WORLD)
     found = {}
     for name, arguments in json.loads(cases).items():
-        kind = pairs if "folder" in arguments else sleeping_stages if "seconds" in arguments else course
+        print(f"{name}: {arguments}", flush=True)  # the group may be broken by it
+        kind = pairs if "folder" in arguments else outcome if "values" in arguments else course
         found[name] = kind(world, **arguments)
         found[name]["own_bytes_by_rank"] = world.gather(found[name].get("own_bytes"))
         if "sent" in found[name]:

@@ -18,69 +18,14 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.test_parallel_expert import MOE
+from tests.parallel.layouts import MOE
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.world import World
 
 pytestmark = pytest.mark.slow
 
-INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
-GATHER = {"context_method": "gather"}
-TABLE: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "replicate": {},
-        "ZeRO-1": {"zero": 1},
-        "ZeRO-2": {"zero": 2},
-        "ZeRO-3": {"zero": 3},
-        "tensor": {"tensor": 2},
-        "pipeline, gpipe": {"pipeline": 2, "schedule": "gpipe"},
-        "pipeline, 1f1b": {"pipeline": 2},
-        "pipeline, interleaved": {"pipeline": 2, **INTERLEAVED},
-        "pipeline, zero bubble": {"pipeline": 2, "schedule": "zero_bubble"},
-        "context, ulysses": {"context": 2},
-        "context, gather": {"context": 2, **GATHER},
-        "expert": {"expert": 2, "zero": 1},
-    },
-    4: {
-        "hybrid ZeRO-1": {"zero": 1, "shard": 2},
-        "hybrid ZeRO-2": {"zero": 2, "shard": 2},
-        "hybrid ZeRO-3": {"zero": 3, "shard": 2},
-        "tensor": {"tensor": 4, "copy_kv_heads": True},
-        "pipeline, gpipe": {"pipeline": 4, "schedule": "gpipe"},
-        "pipeline, 1f1b": {"pipeline": 4},
-        "pipeline, zero bubble": {"pipeline": 4, "schedule": "zero_bubble"},
-        "context, ulysses": {"context": 4},
-        "context, gather": {"context": 4, **GATHER},
-        "expert": {"expert": 4, "zero": 1},
-        "shard x tensor, ZeRO-1": {"zero": 1, "tensor": 2},
-        "shard x tensor, ZeRO-2": {"zero": 2, "tensor": 2},
-        "shard x tensor, ZeRO-3": {"zero": 3, "tensor": 2},
-        "tensor x pipeline": {"tensor": 2, "pipeline": 2},
-        "shard x interleaved, ZeRO-1": {"zero": 1, "pipeline": 2, **INTERLEAVED},
-        "shard x pipeline, ZeRO-3": {"zero": 3, "pipeline": 2},
-        "shard x context, ZeRO-1": {"zero": 1, "context": 2},
-        "shard x context, ZeRO-3": {"zero": 3, "context": 2, **GATHER},
-        "tensor x context": {"tensor": 2, "context": 2},
-        "shard x expert, ZeRO-1": {"zero": 1, "expert": 2},
-        "shard x expert, ZeRO-2": {"zero": 2, "expert": 2},
-        "tensor x expert": {"zero": 1, "tensor": 2, "expert": 4},
-        "context x expert": {"context": 2, "expert": 2},
-        "pipeline x expert": {"zero": 1, "pipeline": 2, "expert": 2},
-    },
-    8: {
-        "replicate x shard x tensor": {"zero": 1, "shard": 2, "tensor": 2},
-        "ZeRO-1 x tensor x interleaved": {"zero": 1, "tensor": 2, "pipeline": 2, **INTERLEAVED},
-        "pipeline x shard x context": {"zero": 1, "pipeline": 2, "context": 2},
-        "pipeline x shard x tensor, ZeRO-1": {"zero": 1, "pipeline": 2, "tensor": 2},
-        "pipeline x shard x tensor, ZeRO-3": {"zero": 3, "pipeline": 2, "tensor": 2},
-        "pipeline x tensor x expert": {"zero": 1, "pipeline": 2, "tensor": 2, "expert": 4},
-    },
-    16: {
-        "pipeline x shard x context x tensor": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2},
-        "the same with experts": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2, "expert": 8},
-    },
-}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "documents": {"documents": True, "z_loss": 1e-3},
@@ -135,10 +80,15 @@ SPECIAL: dict[int, dict[str, dict[str, Any]]] = {
 """Other models, other optimizers, odd numbers of processes."""
 OF_ONE_PROCESS = ("optimizer", "model", "recompute")
 RESUMED = [
-    *("replicate", "ZeRO-2", "hybrid ZeRO-1", "hybrid ZeRO-3", "ulysses x ZeRO-3", "gather x ZeRO-1"),
-    *("tensor", "ZeRO-2 x tensor", "ZeRO-3 x tensor", "pipeline", "ZeRO-1 x interleaved", "ZeRO-3 x pipeline"),
+    *("replicate", "ZeRO-2", "hybrid ZeRO-1", "hybrid ZeRO-3", "shard x context, ZeRO-3", "shard x context, ZeRO-1"),
+    *("tensor", "shard x tensor, ZeRO-2", "shard x tensor, ZeRO-3", "pipeline, 1f1b"),
+    *("shard x interleaved, ZeRO-1", "shard x pipeline, ZeRO-3"),
 ]
 """Twelve layouts of four processes."""
+RESUMED_WITH_EXPERTS = [
+    *("replicate", "ZeRO-3", "expert", "shard x expert, ZeRO-2", "hybrid x expert, ZeRO-1", "tensor x expert"),
+    *("context x expert", "pipeline x expert"),
+]
 
 
 def model_of(layout: dict[str, Any]) -> dict[str, Any]:
@@ -167,18 +117,18 @@ def difference(found: dict[str, Any], alone: dict[str, Any]) -> float:
     return max(abs(mine - exact) / abs(exact) for mine, exact in zip(*figures, strict=True))
 
 
-@pytest.mark.parametrize("size", TABLE)
+@pytest.mark.parametrize("size", layouts.LAYOUTS)
 def test_every_layout_trains_like_one_process(warm, tmp_path, size, capsys, monkeypatch):
     monkeypatch.setattr("tests.processes.LONG_SECONDS", 1800.0)
     cases = {
         f"{name} | {variant}": {"optimizer": "adamw", "model": model_of(layout), **layout, **VARIANTS[variant]}
-        for (name, layout), variant in itertools.product(TABLE[size].items(), VARIANTS)
+        for (name, layout), variant in itertools.product(layouts.LAYOUTS[size].items(), VARIANTS)
         if not is_refused(size, layout, VARIANTS[variant])
     }
     found = layouts.run(warm, tmp_path, size, cases)
     known: dict[Any, Any] = {}
     lines = [f"{f'{size} processes, float64, {layouts.STEPS} steps':38}" + "".join(f"{name:>11}" for name in VARIANTS)]
-    for name, layout in TABLE[size].items():
+    for name, layout in layouts.LAYOUTS[size].items():
         line = f"{name:38}"
         for variant in VARIANTS:
             course = found.get(f"{name} | {variant}")
@@ -214,12 +164,13 @@ def test_in_float32_they_agree_to_its_digits(warm, tmp_path, size, capsys, monke
     options = {"dtype": "float32", "steps": 5}
     cases = {
         name: {"optimizer": "adamw", "model": model_of(layout), **layout, **options}
-        for name, layout in TABLE[size].items()
+        for name, layout in layouts.LAYOUTS[size].items()
     }
     found = layouts.run(warm, tmp_path, size, cases)
     known: dict[Any, Any] = {}
     errors = {
-        name: difference(found[name], course_alone(known, TABLE[size][name], "plain", **options)) for name in cases
+        name: difference(found[name], course_alone(known, layouts.LAYOUTS[size][name], "plain", **options))
+        for name in cases
     }
     with capsys.disabled():
         print(f"\n{size} processes, float32, 5 steps: at most {max(errors.values()):.1e}")
@@ -230,7 +181,7 @@ def test_in_float32_they_agree_to_its_digits(warm, tmp_path, size, capsys, monke
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_every_layout_resumes_from_every_other(warm, tmp_path, monkeypatch, experts, optimizer):
     monkeypatch.setattr("tests.processes.LONG_SECONDS", 1200.0)
-    names = list(layouts.EXPERT_LAYOUTS) if experts else RESUMED
+    names = RESUMED_WITH_EXPERTS if experts else RESUMED
     model = {"layers": 4, **({"moe": MOE} if experts else {})}
     arguments = {"folder": str(tmp_path / "runs"), "layouts": names, "every": True, "model": model}
     found = layouts.run(warm, tmp_path, 4, {"pairs": {**arguments, "optimizer": optimizer}})["pairs"]

@@ -9,14 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero2all.config import load_config
 from zero2all.model.config import ModelConfig
 from zero2all.model.init import initial_values
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
+from zero2all.parallel import shards
+from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.parameter_table import layout_table
 from zero2all.parallel.parts import Box, TensorPart
+from zero2all.parallel.shards import part_of
+from zero2all.train.optimizers.factory import cut_of
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -82,3 +87,48 @@ def test_a_seed_means_the_same_weights_whatever_else_the_model_has():
     assert not torch.equal(drawn["embedding.weight"], other)
     assert drawn["embedding.weight"][70:].abs().sum() == 0
     assert drawn["blocks.0.attention.out.weight"].std() == pytest.approx(0.02 / 2, rel=0.2)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_owners_of_the_1b_model_hold_about_the_same(optimizer, shards):
+    config = load_config("z2all-1b", ["--model.vocab_size", "64000"]).model
+    table = layout_table(config)
+    plan = plan_buffers(table, shards, 32_000_000, lambda one: cut_of(optimizer, one))
+    own = [sum(b.borders[r + 1] - b.borders[r] for b in plan.buckets) for r in range(shards)]
+    assert sum(own) == plan.length
+    equal = sum(one.numel for one in table) / shards
+    tolerance = 1.02 if optimizer in ("adamw", "adamw_8bit") else 1.1  # matrices of 12 M values have one owner each
+    assert max(own) <= tolerance * equal
+
+
+# ---- cut by FSDP2 ----
+
+
+CONFIG = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, layers=1, heads=4, kv_heads=1)
+INSIDE = [parameter for parameter in layout_table(CONFIG) if parameter.holder == "blocks.0.attention.qkv.weight"]
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 9])
+def test_the_rows_of_q_k_and_v_lie_on_the_ranks_that_have_them(ranks, monkeypatch):
+    whole = torch.arange(24 * 16.0).view(24, 16)
+    seen = {parameter.name: torch.full(parameter.shape, -1.0) for parameter in INSIDE}
+    chunks = [*whole.chunk(ranks), *[whole[:0]] * ranks][:ranks]  # of 9 ranks the last one has nothing
+    for rank, own in enumerate(chunks):
+        rows = slice(sum(map(len, chunks[:rank])), sum(map(len, chunks[: rank + 1])))
+        monkeypatch.setattr(shards, "box", lambda _holder, rows=rows: (rows,))
+        for parameter in INSIDE:
+            part = part_of(own, parameter)
+            assert (part.shape, part.values.dim()) == (parameter.shape, 2)
+            for offsets, box in part.boxes():
+                at = tuple(slice(begin, begin + n) for begin, n in zip(offsets, box.shape, strict=True))
+                assert (seen[parameter.name][at] == -1).all(), "no two ranks hold the same value"
+                seen[parameter.name][at] = box
+    assert torch.equal(torch.cat(list(seen.values())), whole)
+
+
+def test_the_part_of_a_whole_tensor_shares_its_memory():
+    holder = torch.zeros(24, 16)
+    for number, parameter in enumerate(INSIDE):
+        part_of(holder, parameter).values.fill_(number)
+    assert holder[:, 0].tolist() == [0.0] * 16 + [1.0] * 4 + [2.0] * 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import zero2all
 from tests.ports import free_port
+from tests.waiting import in_threads
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.parallel.rendezvous import facts_of, meet, open_store
 
@@ -31,7 +31,8 @@ def ends(store, facts_by_rank, seconds=60.0, size=3, again=(), late=()):
     under the name of their rank + 0.5, those of `late` when the others have ended."""
     found = {}
 
-    def come(name, facts):
+    def come(item):
+        name, facts = item
         rank = int(name)
         try:
             found[name] = meet(store[rank] if isinstance(store, list) else store, rank, size, facts, seconds)
@@ -40,17 +41,8 @@ def ends(store, facts_by_rank, seconds=60.0, size=3, again=(), late=()):
 
     first = [*facts_by_rank.items(), *((rank + 0.5, FACTS) for rank in again)]
     for coming in (first, [(rank + 0.5, FACTS) for rank in late]):
-        threads = [threading.Thread(target=come, args=item) for item in coming]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert not any(thread.is_alive() for thread in threads), "somebody waits for ever"
+        in_threads(come, coming)
     return found
-
-
-def test_processes_that_are_alike_go_on():
-    assert ends(dist.HashStore(), dict.fromkeys(range(3), FACTS)) == {0: None, 1: None, 2: None}
 
 
 def test_one_with_another_setting_and_other_code_is_named_to_all_with_what_differs():
@@ -64,11 +56,13 @@ def test_one_with_another_setting_and_other_code_is_named_to_all_with_what_diffe
         assert "rank 1" not in text
 
 
-def test_one_that_does_not_come_is_named_to_all_within_the_configured_seconds():
+def test_one_that_does_not_come_is_named_to_all_within_the_configured_seconds_and_long_before(monkeypatch, capfd):
+    monkeypatch.setattr("zero2all.parallel.rendezvous.NOTICE_SECONDS", 1.0)
     found = ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
     for rank in (0, 2):
         assert isinstance(found[rank], PeerFailureError)
         assert "did not join within parallel.join_seconds (2 s): 1." in str(found[rank])
+    assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
 
 
 def test_one_that_was_started_with_another_number_of_processes_stops_itself():
@@ -83,20 +77,14 @@ def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_
     for name in (0, 1, 1.5):
         assert isinstance(found[name], UsageError)
         assert str(found[name]).startswith(
-            f"Rank 1 came twice: from {socket.gethostname()} (process {os.getpid()}) and "
+            f"Rank 1 connected twice: from {socket.gethostname()} (process {os.getpid()}) and "
         )
 
 
 def test_one_that_comes_when_the_run_has_begun_ends_alone():
     found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), late=[1])
     assert [found[rank] for rank in range(3)] == [None] * 3
-    assert str(found[1.5]).startswith("Rank 1 came twice: from ")
-
-
-def test_who_is_missing_is_said_long_before_the_end_of_the_wait(monkeypatch, capfd):
-    monkeypatch.setattr("zero2all.parallel.rendezvous.NOTICE_SECONDS", 1.0)
-    ends(dist.HashStore(), {2: FACTS, 0: FACTS}, seconds=2.0)
-    assert capfd.readouterr().err.count("z2a: waiting for rank 1 of 3, until") == 1
+    assert str(found[1.5]).startswith("Rank 1 connected twice: from ")
 
 
 @pytest.fixture

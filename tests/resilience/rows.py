@@ -99,7 +99,7 @@ ROWS: dict[int, list[str] | str] = {
     ],
     42: [
         "train/test_train_data.py::test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended",
-        "packed/test_packed_damage.py::test_a_missing_or_short_file_of_any_kind_is_named",
+        "packed/test_packed_verify.py::test_a_missing_or_short_file_of_any_kind_is_named",
     ],
     43: [
         "train/test_train_data.py::"

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.resilience.rows import ROWS
+from tests.waiting import wait_until
 from zero2all.config import config_yaml
 from zero2all.resilience.chaos import read_plan
 from zero2all.track.reader import read_run
@@ -80,7 +81,7 @@ SECTIONS = {
     "model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
     "train": {"steps": STEPS},
     "checkpoint": {"every_steps": 5},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "validation": {"every_steps": 0, "tokens_per_source": 128},
     "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 2},
 }
 
@@ -203,13 +204,6 @@ def test_the_run_ends_with_the_bits_of_the_undisturbed_one(lab, case):
     assert resumed == step if "point" not in faults[0] or case == "13-in-copy" else resumed >= step
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.chaos
 def test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_checkpoint(lab):
     fault = {"fault": "weight_bit", "rank": 1, "step": 8}
@@ -222,7 +216,7 @@ def test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_ch
 def test_after_a_loss_of_everything_in_memory_the_disk_is_used(lab):
     process = lab.start("4-reboot", {"fault": "stop", "rank": "all", "step": 14})
     children = []
-    wait_for(lambda: lab.said("4-reboot").count("stop in rank") == 2)
+    wait_until(lambda: lab.said("4-reboot").count("stop in rank") == 2)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
@@ -240,7 +234,7 @@ def test_after_a_loss_of_everything_in_memory_the_disk_is_used(lab):
 def test_signals_during_a_save_leave_no_half_checkpoint(lab, numbers):
     name = f"6-{len(numbers)}"
     process = lab.start(name, {"fault": "slow", "rank": 0, "step": 10, "point": "file", "seconds": 3.0})
-    wait_for(lambda: "slow in rank 0 (file" in lab.said(name))
+    wait_until(lambda: "slow in rank 0 (file" in lab.said(name))
     for number in numbers:
         process.send_signal(number)
         time.sleep(1.2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile import COUNTS, conversations, play
+from tests.waiting import in_threads, wait_until
 from zero2all.common.fault import flip_byte
 from zero2all.resilience import copies as module
 from zero2all.resilience import slots
@@ -38,14 +38,7 @@ class Machines:
         self.attempt += 1
         parts = [[node, 2, list(each.address)] for node, each in enumerate(self.all)]
         order = {"token": f"attempt {self.attempt}", "machines": parts}
-        threads = [
-            threading.Thread(target=each.begin, args=({**order, "first": 2 * node},))
-            for node, each in enumerate(self.all)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(lambda node: self.all[node].begin({**order, "first": 2 * node}), range(3))
 
     def save(self, step: int, machines=(0, 1, 2), copied=True) -> None:
         """As the ranks do, into the buffer that was not the last."""
@@ -57,10 +50,7 @@ class Machines:
                 slot.data[:] = bytes([step, rank, 0]) * PAGE
                 slot.finish(step, {"save": f"of {step}", "rank": rank, "ranks": [2 * node, 2 * node + 1]})
                 slot.close()
-        deadline = time.monotonic() + 20
-        while copied and not all(step in self.copied(node) for node in range(3)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: not copied or all(step in self.copied(node) for node in range(3)))
 
     def own(self, node: int) -> list[int]:
         return sorted(step for step, _ in whole_saves(self.folders[node], [2 * node, 2 * node + 1]))
@@ -128,10 +118,7 @@ def test_what_the_run_gave_up_is_fetched_from_nobody(machines):
 
 def test_a_step_that_one_machine_lacks_is_not_used(machines):
     machines.save(10, machines=(0, 1), copied=False)  # machine 2 was killed before: it has 6 and 8
-    deadline = time.monotonic() + 20
-    while machines.copied(1) != [8, 10]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: machines.copied(1) == [8, 10])
     machines.replace(1)
     machines.begin()
     assert machines.own(1) == [8]

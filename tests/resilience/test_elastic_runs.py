@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from benchmarks.elastic_soak import Soak, soak_on, surviving_rows
 from benchmarks.two_machines import why_not
+from tests.waiting import wait_until
 from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 STEPS = 1500
 SECTIONS = {
     "model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "validation": {"every_steps": 0, "tokens_per_source": 128},
 }
 
 
@@ -44,11 +44,7 @@ def rows_of(soak: Soak) -> dict:
 
 
 def until(holds: Callable[[], bool], soak: Soak, seconds: float = 120.0) -> float:
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < seconds, log(soak, 0) + "\n---\n" + log(soak, 1)
-        time.sleep(0.1)
-    return time.monotonic() - begun
+    return wait_until(holds, seconds, lambda: log(soak, 0) + "\n---\n" + log(soak, 1))
 
 
 def ranks_on(soak: Soak, node: int) -> list[psutil.Process]:

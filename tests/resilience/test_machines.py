@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.ports import free_port
+from tests.waiting import wait_until
 from zero2all.common.fault import FAULTS
 
 LOOP = """
@@ -75,6 +76,7 @@ LOOP = """
 """
 MACHINE = """
     import sys
+    from zero2all.common.progress import show_log
     from zero2all.common.secret import run_secret
     from zero2all.parallel.launch import run_processes
     from zero2all.parallel.nodes import Nodes
@@ -83,6 +85,7 @@ MACHINE = """
     from zero2all.resilience.supervisor import Watch
     import json, pathlib
 
+    show_log()
     job = json.loads(sys.argv[1])
     folder = pathlib.Path(job["folder"])
     usual = {"limits": {"step": 60.0}, "node_silence_seconds": 20.0, "join_after_seconds": 0.5}
@@ -146,15 +149,11 @@ class Machines:
         assert codes(*processes) == [0] * len(processes), "\n---\n".join(process.said() for process in processes)
         return True
 
+    def until(self, holds: Callable[[], bool]) -> None:
+        wait_until(holds, why=lambda: "\n---\n".join(process.said() for process in self.started))
+
     def pages(self) -> list[str]:
         return [json.loads(path.read_text())["text"] for path in sorted(self.folder.glob("run/incidents/*.json"))]
-
-
-def wait_until(holds: Callable[[], bool], machines: Machines) -> None:
-    deadline = time.monotonic() + 120
-    while not holds():
-        assert time.monotonic() < deadline, "\n---\n".join(process.said() for process in machines.started)
-        time.sleep(0.02)
 
 
 def codes(*processes: subprocess.Popen) -> list[int]:
@@ -170,18 +169,9 @@ def machines(tmp_path):
         process.wait()
 
 
-def test_a_rank_that_fails_ends_the_attempt_on_both_machines_and_one_page_names_it(machines):
-    machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
-    first, second = machines.start(0, least=2), machines.start(1, least=2)
-    wait_until(lambda: machines.step() > 25, machines)
-    assert machines.ended_well(first, second)
-    assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
-    (page,) = machines.pages()
-    assert page.startswith(f"Machine 1 ({socket.gethostname()}): Rank 1 ended in phase step after step 19: killed by")
-    assert page in first.said()
-
-
-def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is_not_shown(machines):
+def test_a_rank_that_fails_ends_the_attempt_on_both_machines_and_strangers_and_5000_idle_connections_harm_nobody(
+    machines,
+):
     machines.faults = [{"fault": "kill", "rank": 1, "step": 20}]
     first, stranger = machines.start(0, least=2), machines.start(1, least=2, secret="not the secret of this run")
     assert codes(stranger) == [2]
@@ -193,7 +183,7 @@ def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is
             for _ in range(min(hard, 8192) - 3000):
                 stack.enter_context(socket.create_connection(("127.0.0.1", machines.port)))
             second = machines.start(1, least=2)
-            wait_until(lambda: machines.step() > 25, machines)
+            machines.until(lambda: machines.step() > 25)
             secret = (machines.folder / "run.secret").read_text().strip()
             for process in (first, second, *psutil.Process(first.pid).children(recursive=True)):
                 found = psutil.Process(process.pid)
@@ -203,7 +193,11 @@ def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert machines.ended_well(first, second)
     assert machines.attempts() == [["0/2", "1/2"], ["0/2", "1/2"]]
+    (page,) = machines.pages()
+    assert page.startswith(f"Machine 1 ({socket.gethostname()}): Rank 1 ended in phase step after step 19: killed by")
+    assert page in first.said()
     assert 0 < first.said().count("z2a: coordinator: a connection from 127.0.0.1 was refused") < 5
+    # Its secret is not shown anywhere.
     said = [path.read_text() for path in machines.folder.rglob("*") if path.is_file() and path.suffix != ".secret"]
     assert len(said) > 5
     assert not any(secret in text for text in said)
@@ -211,11 +205,11 @@ def test_strangers_and_5000_idle_connections_do_not_harm_a_run_and_its_secret_is
 
 def test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_back(machines):
     first, second = machines.start(0), machines.start(1)
-    wait_until(lambda: machines.step() > 10, machines)
+    machines.until(lambda: machines.step() > 10)
     second.kill()
-    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    machines.until(lambda: len(machines.attempts()) == 2)
     third = machines.start(1)
-    wait_until(lambda: len(machines.attempts()) == 3, machines)
+    machines.until(lambda: len(machines.attempts()) == 3)
     assert machines.ended_well(first, third)
     assert machines.attempts() == [["0/2", "1/2"], ["0/1"], ["0/2", "1/2"]]
     assert "goes on with it" in first.said()
@@ -229,12 +223,12 @@ def test_a_run_trains_a_while_before_it_is_interrupted_and_leaves_out_a_machine_
     first = machines.start(0, join_after_seconds=4.0)
     for count in (1, 3):
         second = machines.start(1, join_after_seconds=4.0)
-        wait_until(lambda: sorted(machines.begun()[-2:]) == ["0/2", "1/2"], machines)
+        machines.until(lambda: sorted(machines.begun()[-2:]) == ["0/2", "1/2"])
         second.kill()
-        wait_until(lambda count=count: len(machines.attempts()) == count + 1, machines)
+        machines.until(lambda count=count: len(machines.attempts()) == count + 1)
         begun = time.monotonic()
     third = machines.start(1, join_after_seconds=4.0)
-    wait_until(lambda: len(machines.attempts()) == 5, machines)
+    machines.until(lambda: len(machines.attempts()) == 5)
     assert time.monotonic() - begun > 7.0
     assert "was lost 2 times soon after it had come. It is left out for 8 s" in first.said()
     assert machines.ended_well(first, third)
@@ -246,19 +240,19 @@ def test_a_machine_that_the_health_check_found_bad_is_left_out_and_the_others_go
     (machines.folder / "bad").touch()
     first, second = machines.start(0), machines.start(1)
     assert codes(second) == [16], second.said()
-    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    machines.until(lambda: len(machines.attempts()) == 2)
     assert machines.ended_well(first)
     assert machines.attempts() == [["0/2", "1/2"], ["0/1"]]
 
 
 def test_without_machine_0_the_others_end_their_ranks_and_wait_for_it(machines):
     first, second = machines.start(0), machines.start(1, node_silence_seconds=6.0)
-    wait_until(lambda: machines.step() > 10, machines)
+    machines.until(lambda: machines.step() > 10)
     first.send_signal(signal.SIGSTOP)  # silent, with its connections open
-    wait_until(lambda: "machine 0 is not reached" in second.said(), machines)
+    machines.until(lambda: "machine 0 is not reached" in second.said())
     first.kill()
     again = machines.start(0)
-    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    machines.until(lambda: len(machines.attempts()) == 2)
     assert machines.ended_well(again, second)
     assert machines.attempts() == [["0/2", "1/2"]] * 2
     third = machines.start(1, join=1.0)
@@ -268,21 +262,21 @@ def test_without_machine_0_the_others_end_their_ranks_and_wait_for_it(machines):
 
 def test_a_signal_to_one_machine_ends_a_fixed_run_everywhere_and_an_elastic_one_only_there(machines):
     first, second = machines.start(0), machines.start(1)
-    wait_until(lambda: machines.step() > 10, machines)
+    machines.until(lambda: machines.step() > 10)
     second.terminate()
     assert codes(second) == [10], second.said()
     joined = (
         f"z2a: joined 127.0.0.1:{machines.port} as machine 1: attempt 1 on 2 machines. Machine 0 shows the progress."
     )
     assert joined in second.said()
-    wait_until(lambda: len(machines.attempts()) == 2, machines)
-    wait_until(lambda: machines.step() > 30, machines)
+    machines.until(lambda: len(machines.attempts()) == 2)
+    machines.until(lambda: machines.step() > 30)
     first.terminate()
     assert codes(first) == [10], first.said()
     assert machines.attempts() == [["0/2", "1/2"], ["0/1"]]
     at = machines.step()
     fixed = [machines.start(node, least=2) for node in (0, 1)]
-    wait_until(lambda: machines.step() > at, machines)
+    machines.until(lambda: machines.step() > at)
     fixed[1].terminate()
     assert codes(*fixed) == [10, 10], fixed[0].said() + fixed[1].said()
     assert machines.pages() == []
@@ -291,10 +285,10 @@ def test_a_signal_to_one_machine_ends_a_fixed_run_everywhere_and_an_elastic_one_
 def test_a_machine_that_leaves_before_it_trains_holds_up_nobody(machines):
     (machines.folder / "late").touch()
     first, second = machines.start(0), machines.start(1)
-    wait_until(lambda: not (machines.folder / "late").exists() and machines.attempts() == [["0/2"]], machines)
+    machines.until(lambda: not (machines.folder / "late").exists() and machines.attempts() == [["0/2"]])
     second.terminate()
     assert codes(second) == [10], second.said()
-    wait_until(lambda: machines.step() > 5, machines)
+    machines.until(lambda: machines.step() > 5)
     assert machines.ended_well(first)
     assert machines.attempts() == [["0/2"], ["0/1"]]
     assert machines.pages() == []
@@ -302,14 +296,15 @@ def test_a_machine_that_leaves_before_it_trains_holds_up_nobody(machines):
 
 def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them(machines):
     others = machines.start(2, least=3, most=4), machines.start(2, least=3, most=4), machines.start(4, least=3, most=5)
-    wait_until(lambda: all("machine 0 is not reached" in each.said() for each in others), machines)
+    machines.until(lambda: all("machine 0 is not reached" in each.said() for each in others))
     first, (second, twice, other) = machines.start(0, least=3, most=4, join=5.0), others
     assert sorted(codes(first, second, twice, other)) == [1, 1, 2, 2]
     assert "waiting for machine 1, 3 of 4" in first.said()
     assert "did not come within 5 s: 1, 3" in second.said() + twice.said()
     pids = sorted((second.pid, twice.pid))
     said = re.search(
-        r"Machine 2 came twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)", second.said() + twice.said()
+        r"Machine 2 connected twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)",
+        second.said() + twice.said(),
     )
     assert said
     assert sorted(map(int, said.groups())) == pids
@@ -318,7 +313,7 @@ def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them
 
 def test_below_the_minimum_a_run_that_is_to_stop_saves_first(machines):
     first, second = (machines.start(node, least=2, below_minimum="stop") for node in (0, 1))
-    wait_until(lambda: machines.step() > 10, machines)
+    machines.until(lambda: machines.step() > 10)
     second.kill()
     assert codes(first) == [10], first.said()
     assert machines.attempts() == [["0/2", "1/2"], ["0/1"]]
@@ -329,9 +324,9 @@ def test_below_the_minimum_a_run_that_is_to_stop_saves_first(machines):
 def test_a_number_of_machines_that_does_not_fit_is_not_used(machines):
     """Three ranks do not fit: the third machine waits until there are four."""
     started = [machines.start(node, most=4, start=2) for node in (0, 1, 2)]
-    wait_until(lambda: machines.step() > 5, machines)
+    machines.until(lambda: machines.step() > 5)
     assert "1 machine must wait" in started[0].said()
     started.append(machines.start(3, most=4))
-    wait_until(lambda: len(machines.attempts()) == 2, machines)
+    machines.until(lambda: len(machines.attempts()) == 2)
     assert machines.ended_well(*started)
     assert [len(ranks) for ranks in machines.attempts()] == [2, 4]

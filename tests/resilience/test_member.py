@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.hostile import COUNTS, conversations, play
+from tests.waiting import wait_until
 from zero2all.common.connections import dial, listen
 from zero2all.common.errors import UsageError
 from zero2all.resilience import member
@@ -74,16 +75,14 @@ def test_one_with_another_secret_is_told_so_at_once_and_the_run_begins_without_i
 HELLO = {"run": "run", "node": 1, "host": "far", "processes": 1, "token": "t", "process": 1}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"node": "1"}, {"node": True}, {"processes": 0}, {"processes": 1 << 40}, {"copies": [1, 2]}, {"host": None}],
-    ids=str,
-)
-def test_a_hello_with_wrong_values_ends_that_connection_only(wrong):
+def test_a_hello_with_wrong_values_ends_that_connection_only():
+    odd = [{"node": "1"}, {"node": True}, {"processes": 0}, {"processes": 1 << 40}, {"copies": [1, 2]}, {"host": None}]
     with listen("127.0.0.1") as door:
         coordinator = MachineCoordinator(door, rules())
-        with dial(door.getsockname(), SECRET, "coordinator", {**HELLO, **wrong}) as odd, pytest.raises(ConnectionError):
-            odd.receive(10)
+        for wrong in odd:
+            hello = {**HELLO, **wrong}
+            with dial(door.getsockname(), SECRET, "coordinator", hello) as one, pytest.raises(ConnectionError):
+                one.receive(10)
         with dial(door.getsockname(), SECRET, "coordinator", HELLO) as honest:
             assert honest.receive(10) == {"do": "beat"}
         coordinator.close()
@@ -96,10 +95,7 @@ def test_a_report_with_wrong_values_ends_that_connection_and_the_attempt():
         with dial(door.getsockname(), SECRET, "coordinator", HELLO) as second:
             assert first.next_order(lambda: False, lambda _order: None)["do"] == "start"
             second.send({"attempt": 1, "leaves": True, "code": 0})  # no step
-            deadline = time.monotonic() + 30
-            while first.wish(has_stepped=False) != "end":
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: first.wish(has_stepped=False) == "end")
         first.close()
 
 

@@ -8,13 +8,13 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.common.fault import FAULTS, flip_byte
 from zero2all.resilience.copies import PEER_FOLDER, whole_saves
 from zero2all.resilience.slots import PAGE
@@ -25,7 +25,7 @@ STEPS = 14
 SECTIONS = {
     "train": {"steps": STEPS},
     "checkpoint": {"every_steps": 5},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "validation": {"every_steps": 0, "tokens_per_source": 128},
     "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 1, "zero": 1},
     "resilience": {"supervise": True, "peers": 1, "memory_every_steps": 2},
 }
@@ -68,10 +68,7 @@ class Pair:
         return whole_saves(folders[0] / PEER_FOLDER, [1]) if folders else {}
 
     def until(self, holds: Callable[[], bool], name: str) -> None:
-        deadline = time.monotonic() + 200
-        while not holds():
-            assert time.monotonic() < deadline, self.said(name)
-            time.sleep(0.1)
+        wait_until(holds, why=lambda: self.said(name))
 
     def ended_well(self, name: str) -> None:
         self.until(lambda: all(one.poll() is not None for one in self.started.values()), name)

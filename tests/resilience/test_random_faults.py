@@ -13,7 +13,7 @@ from tests.resilience.random_faults import INJECTED, SEED, Lab, draw, open_lab, 
 
 PAIRS = int(os.environ.get("RANDOM_FAULTS", "200"))
 QUICK = (5, 10, 48, 50)
-"""Pairs that are tried in `make test` too."""
+"""Pairs that are tried in `make slow` too."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_a_pair_follows_from_its_number_and_200_have_every_kind_of_fault_at_seve
     assert {pair.moment for pair in pairs} >= {"before", "between", "rollback", "read", "operation", "delete", "rename"}
 
 
+@pytest.mark.slow
 def test_some_faults_end_with_the_right_weights_and_lose_no_good_checkpoint(lab):
     check(lab, QUICK)
 

@@ -12,19 +12,19 @@ import sys
 import termios
 import textwrap
 import threading
-import time
 
 import psutil
 import pytest
 
 from tests.processes import Screen
+from tests.waiting import wait_until
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience import heartbeat
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import RankFacts
+from zero2all.resilience.failure_page import Failure
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
-from zero2all.resilience.page import Failure
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 
@@ -85,32 +85,43 @@ def program(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "words"),
-    [
-        ("kill", "crash", "killed by SIGKILL (exit code 137)"),
-        ("segfault", "crash", "killed by SIGSEGV (exit code 139)"),
-        ("abort", "crash", "killed by SIGABRT (exit code 134)"),
-        ("raise", "crash", "InjectedError: injected by the fault plan"),
-        ("stop", "hang", "It is stopped (SIGSTOP)"),
-        ("sleep", "hang", "silent for"),
-        ("hold_gil", "hang", "silent for"),
-    ],
-)
-def test_a_rank_that_fails_is_named_and_all_are_started_again(program, tmp_path, capfd, fault, kind, words):
+def is_stepping(folder) -> bool:
+    return (folder / "done-0").exists() and (folder / "done-1").exists()
+
+
+def once_stepping(folder, act) -> None:
+    """Do something in the middle of the run."""
+    threading.Thread(target=lambda: (wait_until(lambda: is_stepping(folder)), act()), daemon=True).start()
+
+
+CRASHES = {
+    "kill": "killed by SIGKILL (exit code 137)",
+    "segfault": "killed by SIGSEGV (exit code 139)",
+    "abort": "killed by SIGABRT (exit code 134)",
+    "raise": "InjectedError: injected by the fault plan",
+}
+HANGS = {"stop": "It is stopped (SIGSTOP)", "hold_gil": "silent for"}
+
+
+@pytest.mark.parametrize(("kind", "said"), [("crash", CRASHES), ("hang", HANGS)], ids=["crash", "hang"])
+def test_a_rank_that_fails_is_named_and_all_are_started_again(program, tmp_path, capfd, kind, said):
     # A busy machine takes seconds away: the short limit only where it must come to its end.
-    code, (incident,) = program({"fault": fault}, limits=HANG_LIMITS if kind == "hang" else LIMITS)
+    faults = [{"fault": fault, "step": 10 * number} for number, fault in enumerate(said, 1)]
+    code, incidents = program(*faults, limits=HANG_LIMITS if kind == "hang" else LIMITS, steps=STEPS + 5)
     assert code == 0
-    assert (incident["kind"], incident["rank"], incident["step"], incident["phase"]) == (kind, 1, 19, "step")
-    assert words in incident["text"]
-    assert words in capfd.readouterr().err
-    assert (tmp_path / "done-0").read_text() == (tmp_path / "done-1").read_text() == str(STEPS)
-    page = (tmp_path / f"run/incidents/19-{kind}.md").read_text()
-    assert "The supervisor restarts the run (attempt 2)" in page
-    if fault in ("sleep", "hold_gil"):
-        assert "fault.py" in page, "the stack of the rank is not on the page"
-    (event,) = [event for event in read_run(tmp_path / "run").events if event.kind == "incident"]
-    assert (event.data["page"], event.data["rank"]) == (f"19-{kind}.md", 1)
+    assert (tmp_path / "done-0").read_text() == (tmp_path / "done-1").read_text() == str(STEPS + 5)
+    errors = capfd.readouterr().err
+    events = [event.data for event in read_run(tmp_path / "run").events if event.kind == "incident"]
+    for number, (words, incident, event) in enumerate(zip(said.values(), incidents, events, strict=True), 1):
+        step = 10 * number - 1
+        found = (incident["kind"], incident["rank"], incident["step"], incident["phase"])
+        assert found == (kind, 1, step, "step")
+        assert words in incident["text"]
+        assert incident["text"] in errors
+        page = (tmp_path / f"run/incidents/{step}-{kind}.md").read_text()
+        assert f"The supervisor restarts the run (attempt {number + 1})" in page
+        assert kind == "crash" or words != "silent for" or "fault.py" in page, "the stack of the rank is not there"
+        assert (event["page"], event["rank"]) == (f"{step}-{kind}.md", 1)
 
 
 def test_of_ranks_that_all_hang_the_one_whose_gpu_is_behind_is_named(program, monkeypatch):
@@ -124,12 +135,11 @@ def test_of_ranks_that_all_hang_the_one_whose_gpu_is_behind_is_named(program, mo
 
 def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
     def kill() -> None:
-        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
         for number in [int(path.read_text()) for path in (tmp_path / "pid-0", tmp_path / "pid-1")]:
             os.kill(number, signal.SIGKILL)
         (tmp_path / "enough").touch()  # for the second attempt
 
-    threading.Thread(target=kill, daemon=True).start()
+    once_stepping(tmp_path, kill)
     code, (incident,) = program(steps=100_000)
     assert code == 0
     assert [one["code"] for one in incident["ranks"]] == [-9, -9]
@@ -148,15 +158,38 @@ def test_a_run_without_progress_is_given_up_after_its_restarts(program):
 
 
 def test_progress_gives_the_restarts_back(program):
-    faults = [{"fault": "raise", "step": step} for step in (5, 10, 15, 20, 25)]
+    faults = [{"fault": "raise", "step": step} for step in (5, 10, 15)]
     code, incidents = program(*faults, restarts=1)
-    assert (code, len(incidents)) == (0, 5)
+    assert (code, len(incidents)) == (0, 3)
 
 
 def test_without_restarts_the_failure_is_passed_on_with_its_page(program):
     code, (incident,) = program({"fault": "kill"}, restarts=0)
     assert code == 137
     assert "restarts are switched off" in incident["done"]
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Run lines in one process, which are told the number of the attempt: exit code, attempts, and pages."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    head = f"""
+        import os, sys
+        from zero2all.common.errors import AbsentGroupsError
+        from zero2all.resilience import heartbeat
+        attempt = int(os.environ['{ATTEMPT_NUMBER}'])
+        open('{tmp_path}/tries', 'a').write('x')
+        heartbeat.attach()
+        heartbeat.beat('start', 0)
+    """
+
+    def run(lines: str, **settings) -> tuple[int, int, list[dict]]:
+        command = [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(lines)]
+        code = run_processes(1, command, Watch(ResilienceConfig(**settings), tmp_path), module=False)
+        pages = sorted((tmp_path / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
+        return code, len((tmp_path / "tries").read_text()), [json.loads(page.read_text()) for page in pages]
+
+    return run
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 10, 12, 13, 14])
@@ -167,32 +200,19 @@ def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
     assert not (tmp_path / "incidents").exists()
 
 
-@pytest.mark.parametrize(("absent_at", "tries"), [(1, "x"), (2, "xxx")])
+@pytest.mark.parametrize(("absent_at", "code", "tries", "pages"), [(1, 1, 1, 0), (2, 0, 3, 2)])
 def test_a_group_that_does_not_come_ends_the_first_attempt_and_is_awaited_again_after_a_failure(
-    tmp_path, monkeypatch, capfd, absent_at, tries
+    small, capfd, absent_at, code, tries, pages
 ):
-    script = tmp_path / "absent.py"
-    script.write_text(
-        "import os, sys\n"
-        "from zero2all.common.errors import AbsentGroupsError\n"
-        "from zero2all.resilience import heartbeat\n"
-        f"attempt = int(os.environ['{ATTEMPT_NUMBER}'])\n"
-        "open(sys.argv[1], 'a').write('x')\n"
-        "heartbeat.attach()\n"
-        "heartbeat.beat('start')\n"
-        f"if attempt == {absent_at}:\n"
-        "    heartbeat.failed(AbsentGroupsError('Group 1 did not join.'))\n"
-        "    sys.exit(1)\n"
-        f"if attempt < {absent_at}:\n"
-        "    os.abort()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    command = [sys.executable, str(script), str(tmp_path / "tries")]
-    code = run_processes(1, command, Watch(ResilienceConfig(), tmp_path), module=False)
-    assert code == (1 if absent_at == 1 else 0)
-    assert (tmp_path / "tries").read_text() == tries
+    found = small(f"""
+        if attempt == {absent_at}:
+            heartbeat.failed(AbsentGroupsError('Group 1 did not join.'))
+            sys.exit(1)
+        if attempt < {absent_at}:
+            os.abort()
+    """)
+    assert (*found[:2], len(found[2])) == (code, tries, pages)
     assert "Group 1 did not join." in capfd.readouterr().err
-    assert (tmp_path / "incidents").exists() == (absent_at > 1)
 
 
 @pytest.mark.parametrize(
@@ -203,28 +223,18 @@ def test_a_group_that_does_not_come_ends_the_first_attempt_and_is_awaited_again_
         ("MemoryError()", 9, 4, 2, "restarts the run (attempt 2)"),  # a person must mend it
     ],
 )
-def test_a_restart_that_finds_the_disk_full_is_tried_again(tmp_path, monkeypatch, error, until, code, tries, done):
-    script = tmp_path / "full.py"
-    script.write_text(
-        "import os, sys\n"
-        "from zero2all.resilience import heartbeat\n"
-        f"attempt = int(os.environ['{ATTEMPT_NUMBER}'])\n"
-        "open(sys.argv[1], 'a').write('x')\n"
-        "heartbeat.attach()\n"
-        "heartbeat.beat('start', 0)\n"
-        "if attempt == 1:\n"
-        "    heartbeat.beat('step', 5)\n"
-        "    os.abort()\n"
-        f"if attempt < {until}:\n"
-        f"    heartbeat.failed({error})\n"
-        "    sys.exit(4)\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    command = [sys.executable, str(script), str(tmp_path / "tries")]
-    assert run_processes(1, command, Watch(ResilienceConfig(restarts=2), tmp_path), module=False) == code
-    assert (tmp_path / "tries").read_text() == "x" * tries
-    pages = sorted((tmp_path / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    assert done in json.loads(pages[-1].read_text())["done"]
+def test_a_restart_that_finds_the_disk_full_is_tried_again(small, error, until, code, tries, done):
+    lines = f"""
+        if attempt == 1:
+            heartbeat.beat('step', 5)
+            os.abort()
+        if attempt < {until}:
+            heartbeat.failed({error})
+            sys.exit(4)
+    """
+    *found, pages = small(lines, restarts=2)
+    assert found == [code, tries]
+    assert done in pages[-1]["done"]
 
 
 def test_ranks_that_only_noticed_the_end_of_another_are_heard_once_and_last(tmp_path, capfd):
@@ -253,12 +263,7 @@ def test_ranks_that_only_noticed_the_end_of_another_are_heard_once_and_last(tmp_
 
 def test_a_file_that_announces_the_end_of_the_machine_ends_in_a_save(program, tmp_path, capfd):
     notice = tmp_path / "notice"
-
-    def give_notice() -> None:
-        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
-        notice.touch()
-
-    threading.Thread(target=give_notice, daemon=True).start()
+    once_stepping(tmp_path, notice.touch)
     assert program(steps=100_000, preempt_file=str(notice)) == (10, [])
     assert "announces that this machine will be taken away" in capfd.readouterr().err
 
@@ -300,9 +305,11 @@ def test_a_deadline_may_be_a_time_of_day_and_must_lie_ahead():
 SUPERVISED = """
 import sys
 from pathlib import Path
+from zero2all.common.progress import show_log
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.supervisor import Watch
+show_log()
 sys.exit(run_processes(2, sys.argv[2:], Watch(ResilienceConfig(), Path(sys.argv[1])), module=False))
 """
 
@@ -311,7 +318,7 @@ def test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank(pr
     words = [sys.executable, str(tmp_path / "loop.py"), str(tmp_path), "100000"]
     supervisor = subprocess.Popen([sys.executable, "-c", SUPERVISED, str(tmp_path), *words])
     try:
-        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
+        wait_until(lambda: is_stepping(tmp_path))
         children = psutil.Process(supervisor.pid).children(recursive=True)
         stopped = next(child for child in children if child.environ().get("RANK") == "1")
         stopped.suspend()
@@ -326,13 +333,6 @@ def is_there(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ---- the terminal ----
@@ -452,9 +452,5 @@ def test_the_advice_tells_errors_of_programs_from_those_of_the_gpu(output, kerne
 
 
 def test_signals_reach_the_ranks_of_a_supervised_run(program, tmp_path):
-    def send() -> None:
-        wait_until(lambda: (tmp_path / "done-0").exists() and (tmp_path / "done-1").exists())
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=send, daemon=True).start()
+    once_stepping(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert program(steps=100_000) == (10, [])

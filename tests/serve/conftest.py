@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 import torch
 
+from tests.waiting import wait_until
 from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
@@ -70,12 +70,7 @@ class Served:
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
 
-    @staticmethod
-    def wait_until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline, "waited too long"
-            time.sleep(0.005)
+    wait_until = staticmethod(wait_until)
 
 
 @contextlib.contextmanager

@@ -65,21 +65,17 @@ def wait_for_end(page: Any) -> None:
     page.wait_for_selector('[data-tool="send"], [data-tool="goOn"]')
 
 
-def words(locale: str, english: str, chinese: str) -> str:
-    return chinese if locale.startswith("zh") else english
-
-
+@pytest.mark.parametrize("locale", ["zh-CN"])
 def test_an_answer_streams_with_its_figures_and_markup_stays_text(page, served, locale):
     open_page(page, served, "chat")
-    expect(page.locator("#model")).to_contain_text(re.compile(words(locale, "tiny.*step 7", "tiny.*第 7 步")))
+    expect(page.locator("#model")).to_contain_text(re.compile("tiny.*第 7 步"))
     say(page, HOSTILE)
     wait_for_end(page)
     expect(page.locator(ANSWER)).not_to_be_empty()
     expect(page.locator(".message.user .body")).to_have_text(HOSTILE)
     figures = page.locator(".readout")
-    expect(figures).to_contain_text(re.compile(words(locale, r"[\d.]+k? tokens/s", r"[\d.]+k? 词元/秒")))
-    expect(figures).to_contain_text(words(locale, "first token after", "首词元"))
-    expect(figures).to_contain_text(re.compile(words(locale, rf"\d+ of {MAX_LEN:,}", rf"\d+ / {MAX_LEN:,}")))
+    for shown in (r"[\d.]+k? 词元/秒", "首词元", rf"\d+ / {MAX_LEN:,}"):
+        expect(figures).to_contain_text(re.compile(shown))
     page.reload()  # the conversation was kept
     expect(page.locator(ANSWER)).not_to_be_empty()
     page.locator("#history").get_by_role("button", name=HOSTILE, exact=True).wait_for()
@@ -87,7 +83,7 @@ def test_an_answer_streams_with_its_figures_and_markup_stays_text(page, served, 
     expect(page.locator(".message")).to_have_count(0)
 
 
-def test_escape_stops_an_answer_and_undo_gives_the_words_back(page, served):
+def test_escape_stops_an_answer_undo_gives_the_words_back_and_enter_of_an_input_method_does_not_send(page, served):
     open_page(page, served, "chat", max_tokens=MAX_LEN)
     with held(served, after=20):
         say(page, "Go on and on")
@@ -100,6 +96,24 @@ def test_escape_stops_an_answer_and_undo_gives_the_words_back(page, served):
     page.click('[data-tool="undo"]')
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#message")).to_have_value("Go on and on")
+    page.fill("#message", "ni hao")
+    enter = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true})"
+    page.eval_on_selector("#message", f"(box) => box.dispatchEvent({enter})")
+    page.press("#message", "Shift+Enter")
+    expect(page.locator("#message")).to_have_value("ni hao\n")
+    expect(page.locator(".message")).to_have_count(0)
+    seen = page.evaluate(
+        """async () => {
+            const {Clusters, readTokens} = await import('/web/tokens.js');
+            const tokens = ['国', 'bytes:\\\\xe5\\\\x8c', 'bytes:\\\\x97', '京。', '<|end|>'];
+            const clusters = new Clusters();
+            clusters.add(readTokens({tokens, token_logprobs: tokens.map(() => -1), top_logprobs: null}));
+            const show = (seen) => seen && seen.map(({text, start, cluster}) => [text, start, cluster.tokens.length]);
+            return [show(clusters.seenIn('北京', '中国')), clusters.before(clusters.all[1], '中国'),
+                show(clusters.seenIn('南京', '中国'))];
+        }"""
+    )
+    assert seen == [[["北", 0, 2], ["京", 1, 1]], "中国", None], "characters of several tokens are shown whole"
 
 
 @pytest.mark.parametrize("locale", ["zh-CN"])
@@ -108,7 +122,7 @@ def test_settings_are_sent_and_a_wrong_one_is_said_to_be_wrong(page, served, loc
     for name, value in {"temperature": "1.5", "top_k": "3", "min_p": "0.2", "max_tokens": "5", "seed": "11"}.items():
         page.fill(f"#set-{name}", value)
     page.fill("#set-top_p", "7")
-    expect(page.locator("#wrong-top_p")).to_have_text(words(locale, "From 0.01 to 1.", "取值 0.01 到 1。"))
+    expect(page.locator("#wrong-top_p")).to_have_text("取值 0.01 到 1。")
     page.fill("#set-stop", "one\\ntwo\nthree")
     page.fill("#set-system", "Be short.")
     with page.expect_request("**/v1/chat/completions") as sent:
@@ -143,18 +157,6 @@ def test_edit_asks_again_from_there_and_files_hold_the_conversation(page, served
     expect(page.locator(ANSWER)).to_have_text(answer)  # greedy: the same again
 
 
-def test_enter_of_an_input_method_does_not_send(page, served):
-    open_page(page, served, "chat")
-    page.fill("#message", "ni hao")
-    page.eval_on_selector(
-        "#message",
-        "(box) => box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true}))",
-    )
-    page.press("#message", "Shift+Enter")
-    expect(page.locator("#message")).to_have_value("ni hao\n")
-    expect(page.locator(".message")).to_have_count(0)
-
-
 @pytest.mark.parametrize("locale", ["zh-CN"])
 def test_a_token_shows_its_alternatives_and_another_can_be_taken(page, served, locale):
     open_page(page, served, "continue", temperature=1, max_tokens=12)
@@ -173,7 +175,7 @@ def test_a_token_shows_its_alternatives_and_another_can_be_taken(page, served, l
         if panel.get_by_role("button").count():
             break
     expect(panel.locator(".chosen")).not_to_have_count(0)
-    expect(panel).to_contain_text(words(locale, "all others", "其余全部"))
+    expect(panel).to_contain_text("其余全部")
     other = panel.get_by_role("button").first
     name = other.locator(".name").text_content().replace("␣", " ").replace("↵", "\n")
     other.click()
@@ -219,22 +221,7 @@ def test_tokens_of_an_answer_are_reached_and_changed_by_the_keyboard(page, serve
     expect(page.locator(ANSWER)).to_have_text(plain)
 
 
-def test_characters_of_several_tokens_are_shown_whole(page, served):
-    page.goto(served.server.url)
-    seen = page.evaluate(
-        """async () => {
-            const {Clusters, readTokens} = await import('/web/tokens.js');
-            const tokens = ['国', 'bytes:\\\\xe5\\\\x8c', 'bytes:\\\\x97', '京。', '<|end|>'];
-            const clusters = new Clusters();
-            clusters.add(readTokens({tokens, token_logprobs: tokens.map(() => -1), top_logprobs: null}));
-            const show = (seen) => seen && seen.map(({text, start, cluster}) => [text, start, cluster.tokens.length]);
-            return [show(clusters.seenIn('北京', '中国')), clusters.before(clusters.all[1], '中国'),
-                show(clusters.seenIn('南京', '中国'))];
-        }"""
-    )
-    assert seen == [[["北", 0, 2], ["京", 1, 1]], "中国", None]
-
-
+@pytest.mark.parametrize("locale", ["zh-CN"])
 def test_a_long_chat_goes_on_without_its_oldest_turns_and_a_paste_that_is_too_long_is_told_so(page, loaded, locale):
     with serving(loaded, settings=EngineSettings(max_batch=8, max_len=256)) as served:
         open_page(page, served, "chat")
@@ -242,17 +229,16 @@ def test_a_long_chat_goes_on_without_its_oldest_turns_and_a_paste_that_is_too_lo
             say(page, f"Message {number}: " + "The capital of France is Paris. " * 4)
             wait_for_end(page)
         expect(page.locator(".notice.bad")).to_have_count(0)
-        left_out = words(locale, "no longer fit into the context and are left out: ", "上下文已放不下最早的 ")
-        expect(page.locator(".message.assistant").last).to_contain_text(re.compile(left_out + r"\d+"))
+        expect(page.locator(".message.assistant").last).to_contain_text(re.compile(r"上下文已放不下最早的 \d+"))
         say(page, "x" * 1000)
         wait_for_end(page)
         notice = page.locator(".notice.bad")
-        expect(notice).to_contain_text(words(locale, "Shorten the message", "请缩短消息"))
+        expect(notice).to_contain_text("请缩短消息")
         expect(notice).to_contain_text("256")
+        assert not re.search("[A-Za-z]{3}", notice.locator("p").inner_text())
         expect(notice.locator("button")).to_have_attribute("data-tool", "edit")
         page.click(".lang")
-        expect(notice).to_contain_text(words(locale, "请缩短消息", "Shorten the message"))
-        assert locale.startswith("en") or not re.search("[一-鿿]", notice.locator("p").inner_text())
+        expect(notice).to_contain_text("Shorten the message")
         say(page, "Short")
         wait_for_end(page)
         expect(page.locator(".message.assistant .body").last).not_to_be_empty()
@@ -266,7 +252,7 @@ def test_errors_are_shown_in_words_and_nothing_typed_is_lost(page, served, local
     page.fill("#text", long)
     page.click('[data-tool="goOn"]')
     notice = page.locator(".continue .notice.bad")
-    expect(notice).to_contain_text(words(locale, "The text is longer than the model", "文本超出了模型的上下文长度"))
+    expect(notice).to_contain_text("文本超出了模型的上下文长度")
     expect(notice).to_contain_text(f"{MAX_LEN:,}")
     expect(page.locator("#text")).to_have_value(long)
 
@@ -282,7 +268,9 @@ def test_a_busy_server_and_one_that_ended_are_named(page, loaded: LoadedModel):
     expect(page.locator(".message.user .body")).to_have_text("Keep this")
 
 
-@pytest.mark.parametrize(("locale", "theme"), [("en-US", "dark"), ("zh-CN", "light")])
+@pytest.mark.parametrize(
+    ("locale", "theme"), [pytest.param("en-US", "dark", marks=pytest.mark.slow), ("zh-CN", "light")]
+)
 def test_axe_finds_nothing_and_a_phone_shows_it_all(page, served, locale, theme):
     if not AXE.is_file():
         pytest.skip("axe-core is not installed; scripts/vendor_web.sh dev fetches it with npm")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from typing import Any
 
 import openai
 import pytest
 
+from tests.waiting import in_threads
 from zero2all.cli.main import build_parser
 from zero2all.infer.engine import Engine
 from zero2all.infer.job import ChosenToken
@@ -67,12 +67,9 @@ def test_usage_counts_a_prompt_once_and_every_token_written(client, loaded: Load
     assert one.prompt_tokens == 1 + len(loaded.tokenizer.encode_text(PROMPT))
     assert (one.completion_tokens, one.total_tokens) == (24, one.prompt_tokens + 24)
     assert (two.prompt_tokens, two.completion_tokens) == (one.prompt_tokens, 48)
-
-
-def test_a_prompt_that_was_read_before_is_counted_as_cached(client):
     long = "Hello, world! " * 20
     complete(client, long)
-    assert complete(client, long + "Paris").usage.prompt_tokens_details.cached_tokens >= 16
+    assert complete(client, long + "Paris").usage.prompt_tokens_details.cached_tokens >= 16, "it was read before"
 
 
 def test_stop_strings_end_the_text_before_them(client, greedy):
@@ -174,31 +171,20 @@ def test_a_stream_of_a_chat_gives_the_same_message(client):
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_a_stream_ends_with_its_usage_where_asked(client):
+def test_a_stream_ends_with_its_usage_or_every_chunk_says_what_was_used_so_far_where_asked(client):
     usual = complete(client).usage
     *chunks, last = complete(client, stream=True, stream_options={"include_usage": True})
     assert last.choices == []
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (usual.prompt_tokens, usual.completion_tokens)
     assert all(chunk.usage is None for chunk in chunks)
     options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = complete(client, stream=True, stream_options=options)
-    assert [chunk.usage.prompt_tokens for chunk in chunks] == [usual.prompt_tokens] * len(chunks)
-    assert chunks[-1].usage.total_tokens == last.usage.total_tokens
-
-
-def test_every_chunk_says_what_was_used_so_far_where_asked(client):
-    options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = complete(client, n=2, stream=True, stream_options=options)
-    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    assert len(chunks) > 3, "what is streamed is not gathered first"
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens} == {usual.prompt_tokens}
     written = [chunk.usage.completion_tokens for chunk in chunks]
     assert written == sorted(written)
     assert written[-1] == last.usage.completion_tokens == 48
-
-
-def test_tokens_come_while_others_are_still_written(client):
-    """The first part arrives long before the last: what is streamed is not gathered first."""
-    chunks = list(complete(client, max_tokens=300, stream=True))
-    assert len(chunks) > 3
+    assert chunks[-1].usage.total_tokens == last.usage.total_tokens
 
 
 # ---- log probabilities ----
@@ -251,7 +237,8 @@ def test_clients_that_come_together_get_their_own_answers(served, greedy):
         alone = [complete(client, prompt).choices[0].text for prompt in prompts]
     found: dict[int, str] = {}
 
-    def ask(number: int, client: openai.OpenAI) -> None:
+    def ask(job: tuple[int, openai.OpenAI]) -> None:
+        number, client = job
         if number % 2:
             found[number] = complete(client, prompts[number]).choices[0].text
         else:
@@ -259,16 +246,11 @@ def test_clients_that_come_together_get_their_own_answers(served, greedy):
             found[number] = "".join(chunk.choices[0].text for chunk in parts)
 
     with served.client() as one, served.client() as other:
-        asked = zip(range(len(prompts)), itertools.cycle([one, other]), strict=False)
-        threads = [threading.Thread(target=ask, args=each) for each in asked]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
+        in_threads(ask, zip(range(len(prompts)), itertools.cycle([one, other]), strict=False))
     assert [found[number] for number in range(len(prompts))] == alone
 
 
-def test_the_model_is_listed_with_its_facts(client):
+def test_the_model_is_listed_with_its_facts_and_the_sampling_of_the_terminal(client):
     (model,) = client.models.list().data
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").model_dump()["z2a"] == {
@@ -276,8 +258,5 @@ def test_the_model_is_listed_with_its_facts(client):
         **{"chat": "plain", "dtype": "float32", "device": "cpu"},
         "sampling": CHAT_SAMPLING,
     }
-
-
-def test_the_page_begins_with_the_sampling_of_the_terminal():
     typed = vars(build_parser().parse_args(["chat"]))
     assert {name: typed[name.replace("max_tokens", "max_new_tokens")] for name in CHAT_SAMPLING} == CHAT_SAMPLING

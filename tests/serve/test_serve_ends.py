@@ -40,18 +40,16 @@ def blocks_in_use(served: Served) -> int:
     return int(cache["blocks"] - cache["free"])
 
 
-@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream": True, "n": 3}])
-def test_a_client_that_leaves_takes_its_request_with_it(served, fields):
+@pytest.mark.parametrize("fields", [{"stream": False}, {"stream": True, "n": 3}])
+def test_a_client_that_leaves_takes_its_request_with_it_also_in_the_middle_of_a_stream(served, client, fields):
     before = blocks_in_use(served)
     send_and_leave(served, {**LONG, **fields})
     served.wait_until(lambda: served.model.stats()["running"] == 0)
     assert blocks_in_use(served) == before
-
-
-def test_a_stream_that_is_closed_halfway_is_cancelled_too(served, client):
-    with client.completions.create(**LONG, stream=True) as stream:
-        next(iter(stream))
-    served.wait_until(lambda: served.model.stats()["running"] == 0)
+    if fields["stream"]:
+        with client.completions.create(**LONG, stream=True) as stream:
+            next(iter(stream))
+        served.wait_until(lambda: served.model.stats()["running"] == 0)
 
 
 def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(served, caplog):
@@ -73,7 +71,9 @@ def test_a_stream_that_nobody_reads_is_cancelled(loaded):
     many = {**LONG, "stream": True, "n": 8, "logprobs": 20}
     raw = json.dumps(many).encode()
     options = ServeOptions(port=0, grace_seconds=0, limits=ServerLimits(stalled_seconds=0.5))
-    with serving(loaded, options) as served, socket.create_connection(("127.0.0.1", served.port)) as connection:
+    with serving(loaded, options) as served, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # full after a few tokens
+        connection.connect(("127.0.0.1", served.port))
         connection.sendall(f"{HEAD}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         served.wait_until(lambda: served.model.stats()["running"] > 0)
         served.wait_until(lambda: served.model.stats()["running"] == 0)
@@ -103,7 +103,7 @@ def test_too_many_waiting_are_429_and_the_first_come_is_the_first_served(loaded)
         assert order == [0, 1]
 
 
-def test_beyond_loopback_everything_needs_the_token(loaded):
+def test_beyond_loopback_everything_needs_the_token_and_any_other_address_makes_one(loaded):
     options = ServeOptions(port=0, grace_seconds=0, token="a-token-of-the-test")
     with serving(loaded, options) as served:
         for path in ("/", "/v1/models", "/v1/stats"):
@@ -116,12 +116,8 @@ def test_beyond_loopback_everything_needs_the_token(loaded):
             client.models.list()
         with served.client("a-token-of-the-test") as client:
             assert client.models.list().data[0].id == "tiny"
-
-
-def test_any_other_address_makes_a_token(loaded):
-    model = ServedModel(lambda: loaded)
     for host, has_token in (("127.0.0.1", False), ("0.0.0.0", True)):
-        server = ModelServer(model, ServeOptions(host, 0))
+        server = ModelServer(ServedModel(lambda: loaded), ServeOptions(host, 0))
         server.socket.close()
         assert (server.token is not None) is has_token
         assert ("?token=" in server.page) is has_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from typing import Any
@@ -9,6 +10,21 @@ from typing import Any
 import openai
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero2all.common.errors import UserError
+from zero2all.infer.load import LoadedModel
+from zero2all.infer.text import TextRequest
+from zero2all.serve.wire import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    IGNORED,
+    NEUTRAL,
+    RefusedError,
+    chat_call,
+    completion_call,
+)
 
 from .conftest import MAX_LEN, Served
 
@@ -182,3 +198,40 @@ def test_other_hosts_and_other_sites_are_refused(served):
 def test_after_all_of_that_it_still_answers(served, client):
     assert client.completions.create(model="tiny", prompt="a", max_tokens=1).choices[0].finish_reason == "length"
     assert ask(served, "GET", "/health")[1] == {"status": "ready", "running": 0, "waiting": 0}
+
+
+# ---- whatever stands in a body: it is read, or refused in words ----
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+)
+MESSAGE = st.fixed_dictionaries({}, optional={"role": st.sampled_from(["user", "assistant", "x"]), "content": VALUES})
+USUAL: dict[str, st.SearchStrategy[Any]] = {
+    "prompt": st.text(max_size=5) | st.lists(st.integers(0, 400), min_size=1, max_size=4),
+    "messages": st.lists(MESSAGE, min_size=1, max_size=3),
+    "n": st.integers(1, 3),
+    "stream": st.booleans(),
+    "temperature": st.floats(0, 2),
+}
+
+
+def bodies(names: Any) -> st.SearchStrategy[dict[str, Any]]:
+    known = {name: USUAL.get(name, VALUES) | VALUES for name in (*names, *NEUTRAL, *IGNORED)}
+    return st.lists(st.sampled_from(sorted(known)), max_size=5, unique=True).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: known[name] for name in chosen}, optional={"strange": VALUES})
+    )
+
+
+@pytest.mark.parametrize(("read", "names"), [(completion_call, COMPLETION_FIELDS), (chat_call, CHAT_FIELDS)])
+def test_any_body_is_read_or_refused(loaded: LoadedModel, read, names):
+    @settings(max_examples=60, deadline=None)
+    @given(body=VALUES | bodies(names))
+    def try_one(body):
+        with contextlib.suppress(RefusedError, UserError):
+            call = read(body, loaded, 100)
+            assert call.requests
+            assert all(isinstance(request, TextRequest) for request in call.requests)
+
+    try_one()

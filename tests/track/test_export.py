@@ -169,24 +169,17 @@ def test_a_metric_or_a_run_that_is_not_there_is_a_clear_error(tmp_path):
 # ---- the command line ----
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_export_from_the_command_line_explains_what_is_missing(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    for words, said in (
         (["--to", "mlflow"], "--to mlflow is unknown"),
         (["--to", "wandb", "--follow"], "wandb sync FOLDER"),
         (["--to", "csv"], "needs one path"),
         (["--to", "tensorboard"], "needs one path"),
         (["--to", "csv", "x.csv", "--follow"], "cannot be followed"),
-    ],
-)
-def test_export_explains_what_is_missing(tmp_path, capsys, words, said):
-    write_run(tmp_path / "run")
-    assert main(["track", "export", str(tmp_path / "run"), *words]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_export_from_the_command_line(tmp_path, capsys):
-    write_run(tmp_path / "run")
+    ):
+        assert main(["track", "export", str(tmp_path / "run"), *words]) == 2
+        assert said in capsys.readouterr().err
     assert main(["track", "export", str(tmp_path / "run"), "--to", "tensorboard", str(tmp_path / "tb")]) == 0
     assert main(["track", "export", str(tmp_path / "run"), "--to", "csv", str(tmp_path / "x.csv")]) == 0
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A server whose clients stop halfway, come in crowds, or never read: it stays reachable, and says little."""
+"""A server stays reachable and says little, whatever its clients do; its gate knows whom it lets through."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.testclient import TestClient
 
+from tests.waiting import wait_until
+from zero2all.common.errors import UsageError
 from zero2all.track import http_server
+from zero2all.track.access import Gate, listen
 from zero2all.track.http_server import BoundedServer, ServerLimits, body_of
 
 HALF_HEAD = b"GET /health HTTP/1.1\r\nHost: localh"
@@ -117,13 +122,6 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
 def test_half_a_head_ends_however_slowly_it_grows_and_a_long_answer_does_not(small, capfd):
     server = small(head_seconds=0.3)
     answer, still, dripping = server.hold(LATE, HALF_HEAD, HALF_HEAD)
@@ -161,10 +159,10 @@ def test_an_address_with_its_share_of_connections_does_not_shut_out_another(smal
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_client_that_never_reads_is_let_go_and_one_that_reads_slowly_is_not(small, reads):
-    server = small(stalled_seconds=1.0)
+    server = small(stalled_seconds=0.7)
     client = server.connect(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
     if reads:
-        until = time.monotonic() + 3
+        until = time.monotonic() + 2
         while time.monotonic() < until:
             assert client.recv(300_000)
             time.sleep(0.05)
@@ -222,7 +220,7 @@ try:
     while True: taken.append(os.open("/dev/null", os.O_RDONLY))
 except OSError: pass
 client.connect(listening.getsockname())
-time.sleep(3.5)  # asyncio tries again each second
+time.sleep(2.5)  # asyncio tries again each second
 for each in taken: os.close(each)
 client.sendall(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
 print(client.recv(12).decode())
@@ -237,3 +235,49 @@ def test_what_cannot_be_accepted_is_said_once_and_accepted_later():
     )
     assert ended.stdout == "HTTP/1.1 404\n"
     assert re.fullmatch(r"z2a: could not accept \d+ connections?: .*`ulimit -n`\.\n", ended.stderr)
+
+
+# ---- whom the gate lets through ----
+
+
+def behind_a_gate(token: str | None = None) -> TestClient:
+    async def answer(_):
+        return PlainTextResponse("inside")
+
+    gate = Middleware(Gate, host="127.0.0.1", token=token, allowed_hosts=["proxy.example"])
+    routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/health")]
+    return TestClient(Starlette(routes=routes, middleware=[gate]), base_url="http://127.0.0.1:6107")
+
+
+def test_another_site_is_known_by_its_origin():
+    for origin, status in (
+        ("http://evil.example", 403),
+        ("http://localhost:3000", 403),  # another program of this machine
+        ("http://127.0.0.1:6107.evil.example", 403),
+        ("null", 403),
+        ("", 403),
+        ("http://127.0.0.1:6107", 200),
+        ("https://proxy.example", 200),
+    ):
+        assert behind_a_gate().post("/", headers={"Origin": origin}).status_code == status, origin
+    own = {"Origin": "null", "Sec-Fetch-Site": "same-origin"}  # a browser that says so is believed without an origin
+    assert behind_a_gate().post("/", headers=own).status_code == 200
+
+
+def test_a_wrong_token_is_told_from_none_and_open_paths_need_none():
+    client = behind_a_gate("right")
+    assert "token is wrong" not in client.get("/").text
+    for wrong in (client.get("/?token=left"), client.get("/", headers={"Authorization": "Bearer left"})):
+        assert wrong.status_code == 401
+        assert "token is wrong" in wrong.text
+    assert client.get("/health").text == "inside"
+    assert client.get("/health", headers={"Origin": "http://evil.example"}).status_code == 403
+    headers = {"Host": "z2a-serve.default.svc.cluster.local:6107"}
+    assert client.get("/health", headers=headers).text == "inside"
+    assert client.get("/", headers=headers).status_code == 421
+
+
+def test_an_address_that_this_machine_does_not_have_is_named_as_the_mistake():
+    with pytest.raises(UsageError, match=r"`--host 192\.0\.2\.1` is not an address of this machine") as refusal:
+        listen("192.0.2.1", 0, 6107)
+    assert "--port" not in str(refusal.value)

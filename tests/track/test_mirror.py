@@ -13,6 +13,7 @@ import pytest
 
 from tests.processes import LONG_SECONDS
 from tests.track.sshd import Sshd, start_sshd
+from tests.waiting import wait_until
 from zero2all.cli import main
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
@@ -55,13 +56,6 @@ def mirror_of(sshd: Sshd, tmp_path: Path) -> Iterator[Callable[..., Mirror]]:
         mirror.stop()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = LONG_SECONDS, why: Callable[[], object] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s: {why()}"
-        time.sleep(0.01)
-
-
 def synced(mirror: Mirror) -> Mirror:
     assert mirror.wait_synced(LONG_SECONDS), mirror.state
     return mirror
@@ -94,95 +88,74 @@ def rows(count: int, first: int = 0) -> bytes:
 # ---- what is copied ----
 
 
-def test_metrics_config_and_anneal_of_every_run_are_copied_and_nothing_else(mirror_of, tmp_path):
+def test_metrics_config_and_anneal_of_every_run_are_copied_nothing_else_and_then_next_to_nothing_moves(
+    mirror_of, tmp_path
+):
     far = tmp_path / "far"
-    put(far / "a" / "metrics" / "train-1.jsonl", rows(100))
+    put(far / "a" / "metrics" / "train-1.jsonl", rows(10_000))
     put(far / "a" / "metrics" / "eval-12.jsonl", rows(3))
     put(far / "a" / "config.yaml", b"name: a\n")
     put(far / "a" / "anneal.json", b'{"from_step": 90, "steps": 20}')
     put(far / "中文 run" / "metrics" / "train-1.jsonl", rows(5))
-    wanted = content(far)
-    put(far / "a" / "checkpoints" / "step-1" / "model.safetensors", b"large")
-    put(far / "a" / "metrics" / "notes.txt", b"?")
-    put(far / "a" / "media" / "sample.png", b"?")
+    wanted = {**content(far), "linked/metrics/train-1.jsonl": rows(10)}
+    put(tmp_path / "scratch" / "a" / "metrics" / "train-1.jsonl", rows(10))
+    (far / "linked").symlink_to(tmp_path / "scratch" / "a")
+    for name in ("checkpoints/step-1/model.safetensors", "metrics/notes.txt", "media/sample.png"):
+        put(far / "a" / name, b"?")
     put(far / "a" / "metrics" / "deeper" / "train-1.jsonl", b"?")
     mirror = synced(mirror_of(far))
     assert content(mirror.folder) == wanted
     assert mirror.state == "live"
     assert mirror.problems == {"files that do not belong to a run": 1}, "deeper/train-1.jsonl"
+    connection = mirror._connection
+    before = connection.received_bytes
+    wait_until(lambda: connection.received_bytes >= before + 38)  # one answer "same"
+    assert connection.received_bytes - before < 200
 
 
 def test_the_path_may_be_a_workspace_or_one_run_or_below_the_home_folder(mirror_of, sshd, tmp_path):
     work = tmp_path / "work"
     put(work / "config.yaml", b"not a run's")
     put(work / "runs" / "a" / "metrics" / "train-1.jsonl", rows(10))
-    expected = {"a/metrics/train-1.jsonl": rows(10)}
-    assert content(synced(mirror_of(work)).folder) == expected
-    assert content(synced(mirror_of(work / "runs" / "a")).folder) == expected
-    below_home = os.path.relpath(work, Path.home())
-    mirror = Mirror(f"ssh://{sshd.alias}/~/{below_home}", tmp_path / "home", sshd.command)
-    with mirror:
-        assert content(synced(mirror).folder) == expected
-
-
-def test_a_run_reached_through_a_link_is_copied(mirror_of, tmp_path):
-    put(tmp_path / "scratch" / "a" / "metrics" / "train-1.jsonl", rows(10))
-    (tmp_path / "far").mkdir()
-    (tmp_path / "far" / "linked").symlink_to(tmp_path / "scratch" / "a")
-    assert content(synced(mirror_of(tmp_path / "far")).folder) == {"linked/metrics/train-1.jsonl": rows(10)}
+    below_home = Mirror(f"ssh://{sshd.alias}/~/{os.path.relpath(work, Path.home())}", tmp_path / "home", sshd.command)
+    with below_home:
+        for mirror in [below_home, mirror_of(work), mirror_of(work / "runs" / "a")]:
+            assert content(synced(mirror).folder) == {"a/metrics/train-1.jsonl": rows(10)}
 
 
 # ---- live ----
 
 
-def test_rows_of_a_live_run_arrive_over_one_connection(mirror_of, tmp_path):
+def test_new_rows_and_runs_other_files_and_deletions_arrive_over_one_connection(mirror_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("zero2all.track.mirror.GONE_AFTER_SECONDS", 0.3)
     far = tmp_path / "far"
+    fresh = {"shrunk": rows(3), "longer": rows(3_000, 1), "as-long": b"x" * len(rows(1_000))}
+    for name in (*fresh, "old"):
+        put(far / name / "metrics" / "train-1.jsonl", rows(1_000))
     with MetricsWriter(far / "live") as run:
         run.log({"loss": 1.0}, step=0, tokens=0)
         mirror = synced(mirror_of(far))
-        here = mirror.folder / "live" / "metrics" / "train-1.jsonl"
+
+        def here(name: str) -> bytes:
+            return (mirror.folder / name / "metrics" / "train-1.jsonl").read_bytes()
+
         for step in range(1, 4):
             run.log({"loss": 1.0}, step=step, tokens=0)
-            wait_for(lambda step=step: b'"step":%d,' % step in here.read_bytes(), why=lambda: mirror.state)
-    assert mirror.connections == 1
-
-
-def test_a_new_run_appears_and_a_deleted_one_goes(mirror_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("zero2all.track.mirror.GONE_AFTER_SECONDS", 0.3)
-    far = tmp_path / "far"
-    put(far / "old" / "metrics" / "train-1.jsonl", rows(10))
-    mirror = synced(mirror_of(far))
+            wait_until(lambda step=step: b'"step":%d,' % step in here("live"), why=lambda: mirror.state)
     put(far / "new" / "metrics" / "train-1.jsonl", rows(20))
     (far / "old" / "metrics" / "train-1.jsonl").unlink()
-    wait_for(lambda: content(mirror.folder) == {"new/metrics/train-1.jsonl": rows(20)}, why=lambda: mirror.state)
-    wait_for(lambda: not (mirror.folder / "old").exists(), why=lambda: mirror.state)  # its folder goes after its file
-
-
-def test_an_idle_mirror_moves_next_to_nothing(mirror_of, tmp_path):
-    put(tmp_path / "far" / "a" / "metrics" / "train-1.jsonl", rows(10_000))
-    mirror = synced(mirror_of(tmp_path / "far"))
-    connection = mirror._connection
-    before = connection.received_bytes
-    connection_asked_again = before + 38  # one answer "same"
-    wait_for(lambda: connection.received_bytes >= connection_asked_again)
-    assert connection.received_bytes - before < 200
-
-
-@pytest.mark.parametrize("how", ["shrunk", "replaced by a longer one", "replaced by one of the same size"])
-def test_a_metrics_file_that_is_another_one_is_fetched_anew(mirror_of, tmp_path, how):
-    path = tmp_path / "far" / "a" / "metrics" / "train-1.jsonl"
-    put(path, rows(1_000))
-    mirror = synced(mirror_of(tmp_path / "far"))
-    fresh = {"shrunk": rows(3), "replaced by a longer one": rows(3_000, 1)}.get(how, b"x" * path.stat().st_size)
-    if how == "shrunk":
-        path.write_bytes(fresh)
-    else:
-        put(tmp_path / "fresh", fresh)
-        (tmp_path / "fresh").replace(path)
-    here = mirror.folder / "a" / "metrics" / "train-1.jsonl"
-    wait_for(lambda: here.read_bytes() == fresh, why=lambda: mirror.state)
-    append(path, b"more\n")
-    wait_for(lambda: here.read_bytes() == fresh + b"more\n", why=lambda: mirror.state)
+    for name, data in fresh.items():
+        path = far / name / "metrics" / "train-1.jsonl"
+        if name == "shrunk":
+            path.write_bytes(data)
+        else:
+            put(tmp_path / "fresh", data)
+            (tmp_path / "fresh").replace(path)
+        wait_until(lambda name=name, data=data: here(name) == data, why=lambda: mirror.state)
+        append(path, b"more\n")
+    wait_until(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
+    wait_until(lambda: not (mirror.folder / "old").exists(), why=lambda: mirror.state)  # its folder goes after its file
+    assert mirror.connections == 1
 
 
 def test_an_anneal_that_begins_moves_the_end_of_the_run_here_too(mirror_of, tmp_path):
@@ -193,7 +166,7 @@ def test_an_anneal_that_begins_moves_the_end_of_the_run_here_too(mirror_of, tmp_
     here = mirror.folder / "a"
     assert total_steps(here) == 5000
     write_json(run / "anneal.json", {"from_step": 10, "steps": 40, "shape": "linear", "to_share": 0.0})
-    wait_for(lambda: total_steps(here) == 50, why=lambda: mirror.state)
+    wait_until(lambda: total_steps(here) == 50, why=lambda: mirror.state)
 
 
 # ---- broken connections ----
@@ -204,10 +177,10 @@ def test_a_connection_cut_in_the_middle_of_a_file_goes_on_where_it_was(mirror_of
     put(path, os.urandom(6_000_000))
     mirror = mirror_of(tmp_path / "far", bytes_per_second=1_000_000)  # seconds for the whole file
     here = mirror.folder / "a" / "metrics" / "train-1.jsonl"
-    wait_for(lambda: here.exists() and here.stat().st_size > 300_000, why=lambda: mirror.state)
+    wait_until(lambda: here.exists() and here.stat().st_size > 300_000, why=lambda: mirror.state)
     sshd.cut_connections()
     came_so_far = here.stat().st_size
-    wait_for(lambda: any(state.startswith("broken: ") for state in mirror.states), why=lambda: mirror.state)
+    wait_until(lambda: any(state.startswith("broken: ") for state in mirror.states), why=lambda: mirror.state)
     assert 300_000 < came_so_far < 6_000_000
     append(path, b"written while nobody listened\n")
     synced(mirror)
@@ -222,7 +195,7 @@ def test_a_network_that_falls_silent_is_noticed_and_left(mirror_of, sshd, tmp_pa
     mirror = synced(mirror_of(tmp_path / "far"))
     monkeypatch.setattr("zero2all.track.ssh.ANSWER_SECONDS", 1.0)
     sshd.freeze_connections()
-    wait_for(lambda: "broken: no answer from far-box within 1 s" in mirror.states, why=lambda: mirror.state)
+    wait_until(lambda: "broken: no answer from far-box within 1 s" in mirror.states, why=lambda: mirror.state)
     monkeypatch.undo()
     assert content(synced(mirror).folder) == content(tmp_path / "far")
 
@@ -232,15 +205,15 @@ def test_many_cuts_while_a_run_is_writing_leave_identical_bytes(mirror_of, sshd,
     path = far / "a" / "metrics" / "train-1.jsonl"
     put(path, rows(10))
     mirror = mirror_of(far)
-    for part in range(3):
+    for part in range(2):
         synced(mirror)
         append(path, rows(200, 150) * (part + 1) + b'{"half a li')
         before = len(mirror.states)
         sshd.cut_connections()
-        wait_for(lambda before=before: any(state != "live" for state in mirror.states[before:]))
+        wait_until(lambda before=before: any(state != "live" for state in mirror.states[before:]))
         append(path, b'ne": 1}\n')
     synced(mirror)
-    wait_for(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
+    wait_until(lambda: content(mirror.folder) == content(far), why=lambda: mirror.state)
 
 
 def test_a_second_start_continues_from_what_the_first_copied(mirror_of, tmp_path):
@@ -255,20 +228,20 @@ def test_a_second_start_continues_from_what_the_first_copied(mirror_of, tmp_path
 
 def test_two_viewers_of_one_address_do_not_write_into_the_same_copy(mirror_of, tmp_path):
     put(tmp_path / "far" / "a" / "metrics" / "train-1.jsonl", rows(10))
-    first, second = synced(mirror_of(tmp_path / "far")), synced(mirror_of(tmp_path / "far"))
+    first, second = [synced(mirror) for mirror in [mirror_of(tmp_path / "far") for _ in range(2)]]
     assert first.folder != second.folder
     assert content(first.folder) == content(second.folder)
 
 
 def test_why_it_cannot_connect_is_said_and_stop_does_not_wait(mirror_of, sshd, tmp_path):
     absent = mirror_of(tmp_path / "absent")
-    wait_for(lambda: "has no folder" in absent.state, why=lambda: absent.state)
+    wait_until(lambda: "has no folder" in absent.state, why=lambda: absent.state)
     rarely = {"retry_seconds": (600.0, 600.0)}
     refused = Mirror(f"ssh://nobody-at-all@{sshd.alias}/x", tmp_path / "refused", sshd.command, **rarely)
     unreachable = Mirror("ssh://no-such-host.invalid/x", tmp_path / "unreachable", sshd.command, **rarely)
     for mirror, reason in ((refused, "Permission denied"), (unreachable, "no-such-host")):
         with mirror:
-            wait_for(lambda m=mirror: m.state != "connecting", why=lambda m=mirror: m.state)
+            wait_until(lambda m=mirror: m.state != "connecting", why=lambda m=mirror: m.state)
             assert mirror.state.startswith("broken: ")
             assert reason in mirror.state
             began = time.monotonic()
@@ -303,24 +276,14 @@ def test_names_with_shell_code_options_and_line_breaks_run_nothing_and_escape_no
     assert sum(mirror.problems.values()) == 3, "two halves of the line break, and the backslash"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        b"./../../etc/metrics/train-1.jsonl",
-        b"./a/metrics/../../../x-1.jsonl",
-        b"/etc/metrics/train-1.jsonl",
-        b"../a/metrics/train-1.jsonl",
-        b"./a//train-1.jsonl",
-        b"./a/metrics/tr\x00ain-1.jsonl",
-        b"./a/metrics/tr\x1bain-1.jsonl",
-        b"./a/metrics/tr\xffain-1.jsonl",
-        b"./a/media/1.png",
-        b"./" + b"x" * 300 + b"/config.yaml",
-        b"./config.yaml",
-    ],
-)
-def test_a_listed_path_that_could_escape_is_left_out(name):
-    assert parse_line(b"12 -rw-r--r-- 1 0 0 34 Nov 15 08:02 " + name, None) is None
+def test_a_listed_path_that_could_escape_is_left_out():
+    for name in (
+        *(b"./../../etc/metrics/train-1.jsonl", b"./a/metrics/../../../x-1.jsonl", b"/etc/metrics/train-1.jsonl"),
+        *(b"../a/metrics/train-1.jsonl", b"./a//train-1.jsonl", b"./a/metrics/tr\x00ain-1.jsonl"),
+        *(b"./a/metrics/tr\x1bain-1.jsonl", b"./a/metrics/tr\xffain-1.jsonl", b"./a/media/1.png"),
+        *(b"./" + b"x" * 300 + b"/config.yaml", b"./config.yaml"),
+    ):
+        assert parse_line(b"12 -rw-r--r-- 1 0 0 34 Nov 15 08:02 " + name, None) is None, name
 
 
 def test_a_good_line_is_understood_and_one_runs_files_get_its_name():
@@ -337,46 +300,22 @@ def test_a_good_line_is_understood_and_one_runs_files_get_its_name():
 # ---- addresses ----
 
 
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("ssh://box/data/runs", Address("box", "/data/runs")),
-        ("ssh://me@box:2222/data/my%20runs", Address("box", "/data/my runs", "me", 2222)),
-        ("ssh://box/~/work", Address("box", "./work")),
-        ("ssh://box/~", Address("box", ".")),
-        ("ssh://[::1]:22/x", Address("::1", "/x", None, 22)),
-        ("ssh://Gpu_Box.site-1/x;y", Address("Gpu_Box.site-1", "/x;y")),
-    ],
-)
-def test_addresses(url, expected):
-    assert parse_address(url) == expected
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "ssh://-oProxyCommand=x/runs",
-        "ssh://-l@box/runs",
-        "ssh://me:secret@box/runs",
-        "ssh://box",
-        "ssh:///runs",
-        "ssh://box:port/runs",
-        "ssh://box:99999/runs",
-        "ssh://bo x/runs",
-        "ssh://$(x)/runs",
-        "ssh://box/a%0Ab",
-        "ssh://box/%ff",
-        "http://box/runs",
-        "ssh://box/runs?x",
-        "ssh://[::1/x",
-    ],
-)
-def test_what_is_no_address_is_refused_with_an_example(url):
-    with pytest.raises(UsageError, match="ssh://gpu-box"):
-        parse_address(url)
-
-
-def test_ssh_never_asks_never_forwards_and_never_becomes_a_master():
+def test_addresses_are_read_and_what_is_none_is_refused_with_an_example():
+    good = {
+        "ssh://box/data/runs": Address("box", "/data/runs"),
+        "ssh://me@box:2222/data/my%20runs": Address("box", "/data/my runs", "me", 2222),
+        "ssh://box/~/work": Address("box", "./work"),
+        "ssh://box/~": Address("box", "."),
+        "ssh://[::1]:22/x": Address("::1", "/x", None, 22),
+        "ssh://Gpu_Box.site-1/x;y": Address("Gpu_Box.site-1", "/x;y"),
+    }
+    assert {url: parse_address(url) for url in good} == good
+    bad = ["ssh://-oProxyCommand=x/runs", "ssh://-l@box/runs", "ssh://me:secret@box/runs", "ssh://box", "ssh:///runs"]
+    bad += ["ssh://box:port/runs", "ssh://box:99999/runs", "ssh://bo x/runs", "ssh://$(x)/runs", "ssh://box/a%0Ab"]
+    for url in (*bad, "ssh://box/%ff", "http://box/runs", "ssh://box/runs?x", "ssh://[::1/x"):
+        with pytest.raises(UsageError, match="ssh://gpu-box"):
+            parse_address(url)
+    # ssh never asks, never forwards and never becomes a master
     assert {"BatchMode=yes", "ClearAllForwardings=yes", "ControlMaster=no", "RemoteCommand=none"} <= set(OPTIONS)
 
 

@@ -16,15 +16,21 @@ from zero2all.track.plot import COLORS, MAX_PNG_BYTES, PlotOptions, _run_labels,
 from zero2all.track.reader import RunReader
 
 
+def write_run(folder: Path, *rows: dict[str, float]) -> Path:
+    """Steps 1, 2, …"""
+    with MetricsWriter(folder, queue_rows=100_000) as run:
+        for step, values in enumerate(rows, 1):
+            run.log(values, step=step, tokens=step)
+    return folder
+
+
 def write_realistic_run(folder: Path, steps: int = 400) -> None:
     """400 steps with three channels, a spike, a NaN and a resume at step 251."""
     noise = np.random.default_rng(0)
-    with MetricsWriter(folder) as first:
-        for step in range(270):
-            log_realistic_step(first, step, steps, noise)
-    with MetricsWriter(folder) as second:
-        for step in range(251, steps + 1):
-            log_realistic_step(second, step, steps, noise)
+    for attempt in (range(270), range(251, steps + 1)):
+        with MetricsWriter(folder) as run:
+            for step in attempt:
+                log_realistic_step(run, step, steps, noise)
 
 
 def log_realistic_step(run: MetricsWriter, step: int, steps: int, noise: np.random.Generator) -> None:
@@ -57,62 +63,65 @@ def size_of_png(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_a_realistic_run_becomes_a_readable_png_within_200_kb(realistic, tmp_path):
+def test_a_realistic_run_becomes_a_readable_png_within_200_kb_and_of_the_metrics_and_size_that_are_asked_for(
+    realistic, tmp_path
+):
     plot_run(realistic, tmp_path / "pictures" / "run.png")
     assert size_of_png(tmp_path / "pictures" / "run.png") == (1610, 1400)
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["run.png"], "no leftovers"
+    options = PlotOptions(metrics=("lr", "loss"), smoothing=9.0, width_inches=4, height_inches=3, dpi=300)
+    plot_runs([realistic], tmp_path / "run.png", options)
+    assert size_of_png(tmp_path / "run.png") == (1200, 900)
 
 
 @pytest.mark.parametrize(
     ("values", "height"),
     [
         ({"loss": math.nan}, 560),
-        ({"loss/中文": 2.0, "loss/_hidden": 3.0}, 560),
         ({"lr": 0.0, "grad_norm": 1.0, "tokens_per_second": 0.0}, 980),
-        ({f"loss/channel-{number}": float(number) for number in range(30)}, 560),
+        ({f"loss/{name}": 2.0 for name in ("中文", "_hidden", *(f"channel-{n}" for n in range(28)))}, 560),
     ],
 )
 def test_any_subset_of_metrics_and_a_single_step_are_enough(tmp_path, recwarn, values, height):
-    with MetricsWriter(tmp_path / "run $x_{ 中文") as run:
-        run.log(values, step=1, tokens=0)
-    plot_run(tmp_path / "run $x_{ 中文", tmp_path / "run.png")
+    plot_run(write_run(tmp_path / "run $x_{ 中文", values), tmp_path / "run.png")
     assert size_of_png(tmp_path / "run.png") == (1610, height)
     assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_noise_over_many_steps_still_fits_into_the_size(tmp_path):
     noise = np.random.default_rng(1)
-    with MetricsWriter(tmp_path, queue_rows=100_000) as run:
-        for step in range(3_200):
-            values = {f"loss/{name}": noise.normal() for name in ("en", "zh", "code", "math")}
-            run.log({**values, "loss": noise.normal(), "grad_norm": noise.normal()}, step=step, tokens=step)
-    plot_run(tmp_path, tmp_path / "run.png")
-    size_of_png(tmp_path / "run.png")
+    names = ["loss", "grad_norm", *(f"loss/{name}" for name in ("en", "zh", "code", "math"))]
+    plot_run(write_run(tmp_path, *({name: noise.normal() for name in names} for _ in range(3_200))), tmp_path / "a.png")
+    size_of_png(tmp_path / "a.png")
 
 
 def test_the_callers_matplotlib_is_left_as_it_was(tmp_path):
-    with MetricsWriter(tmp_path) as run:
-        run.log({"loss": 2.0}, step=1, tokens=1)
     with matplotlib.rc_context({"font.size": 33.0, "backend": "svg"}):
         before = matplotlib.rcParams.copy()
-        plot_run(tmp_path, tmp_path / "run.png")
+        plot_run(write_run(tmp_path, {"loss": 2.0}), tmp_path / "run.png")
         assert matplotlib.rcParams == before
 
 
-def test_a_run_without_metrics_is_a_clear_error_and_leaves_no_picture(tmp_path):
+def test_a_run_without_what_is_to_be_drawn_is_a_clear_error_and_leaves_no_picture(tmp_path):
     with pytest.raises(BadInputError, match="no metrics to draw"):
         plot_run(tmp_path, tmp_path / "run.png")
-    with MetricsWriter(tmp_path) as run:
-        run.log({"something/else": 1.0}, step=1, tokens=1)
     with pytest.raises(BadInputError, match="something/else"):
-        plot_run(tmp_path, tmp_path / "run.png")
-    assert not (tmp_path / "run.png").exists()
+        plot_run(write_run(tmp_path, {"something/else": 1.0}), tmp_path / "run.png")
+    write_run(tmp_path / "run", {"loss": 2.5})
+    with pytest.raises(BadInputError, match="has no `flops`"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(axis="flops"))
+    with pytest.raises(UsageError, match=r"\.svg"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.gif")
+    with pytest.raises(UsageError, match="No metric `los`"):
+        plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(metrics=("los",)))
+    assert not list(tmp_path.glob("run.*"))
+    plot_runs([tmp_path / "run"], tmp_path / "run.PDF")
+    assert (tmp_path / "run.PDF").read_bytes().startswith(b"%PDF-")
 
 
 def test_several_runs_are_drawn_over_each_other_with_one_color_each(tmp_path):
     for name in ("first", "second"):
-        with MetricsWriter(tmp_path / name) as run:
-            run.log({"loss/en": 2.0, "loss": 2.5}, step=1, tokens=1)
+        write_run(tmp_path / name, {"loss/en": 2.0, "loss": 2.5})
     drawings = []
     for _ in range(2):
         plot_runs([tmp_path / "first", tmp_path / "second"], tmp_path / "both.svg", PlotOptions(title="two of them"))
@@ -124,59 +133,26 @@ def test_several_runs_are_drawn_over_each_other_with_one_color_each(tmp_path):
 
 
 def test_two_runs_of_the_same_name_are_told_apart(tmp_path):
-    for parent in ("a", "b"):
-        with MetricsWriter(tmp_path / parent / "run") as run:
-            run.log({"loss": 2.0}, step=1, tokens=1)
-    readers = [RunReader(tmp_path / parent / "run") for parent in ("a", "b")]
+    readers = [RunReader(write_run(tmp_path / parent / "run", {"loss": 2.0})) for parent in ("a", "b")]
     assert _run_labels(readers) == ["a/run", "b/run"]
     assert _run_labels([readers[0], readers[0]]) == ["run (1)", "run (2)"]
 
 
 def test_a_short_run_is_drawn_as_it_is_whatever_smoothing_is_asked_for(tmp_path):
-    drawings = []
-    with MetricsWriter(tmp_path / "run") as run:
-        for step in range(49):
-            run.log({"loss": 5 - step / 10}, step=step, tokens=step)
-    for number, smoothing in enumerate((None, "auto", 10.0)):
-        plot_runs([tmp_path / "run"], tmp_path / f"{number}.svg", PlotOptions(smoothing=smoothing))
-        drawings.append((tmp_path / f"{number}.svg").read_text())
-    assert drawings[0] == drawings[1] == drawings[2]
+    drawings = set()
+    write_run(tmp_path / "run", *({"loss": 5 - step / 10} for step in range(49)))
+    for smoothing in (None, "auto", 10.0):
+        plot_runs([tmp_path / "run"], tmp_path / "run.svg", PlotOptions(smoothing=smoothing))
+        drawings.add((tmp_path / "run.svg").read_text())
+    assert len(drawings) == 1
 
 
 @pytest.mark.parametrize("axis", ["time", "flops"])
 def test_every_x_axis_draws(tmp_path, axis):
-    with MetricsWriter(tmp_path / "run") as run:
-        for step in range(60):
-            run.log({"loss": 5 - step / 100, "flops": step * 1e15}, step=step, tokens=step * 1024)
-    smoothing = None if axis == "time" else "auto"
-    options = PlotOptions(axis=axis, log_y=axis == "flops", smoothing=smoothing)
+    write_run(tmp_path / "run", *({"loss": 5 - step / 100, "flops": step * 1e15} for step in range(60)))
+    options = PlotOptions(axis=axis, log_y=axis == "flops", smoothing=None if axis == "time" else "auto")
     plot_runs([tmp_path / "run"], tmp_path / "run.png", options)
     size_of_png(tmp_path / "run.png")
-
-
-def test_a_flops_axis_without_flops_is_a_clear_error(tmp_path):
-    with MetricsWriter(tmp_path / "run") as run:
-        run.log({"loss": 2.5}, step=1, tokens=1)
-    with pytest.raises(BadInputError, match="has no `flops`"):
-        plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(axis="flops"))
-
-
-def test_metrics_smoothing_size_and_resolution_can_be_chosen(realistic, tmp_path):
-    smoothing = 9.0
-    options = PlotOptions(metrics=("lr", "loss"), smoothing=smoothing, width_inches=4, height_inches=3, dpi=300)
-    plot_runs([realistic], tmp_path / "run.png", options)
-    assert size_of_png(tmp_path / "run.png") == (1200, 900)
-
-
-def test_a_pdf_is_a_pdf_and_other_endings_are_refused(tmp_path):
-    with MetricsWriter(tmp_path / "run") as run:
-        run.log({"loss": 2.5}, step=1, tokens=1)
-    plot_runs([tmp_path / "run"], tmp_path / "run.PDF")
-    assert (tmp_path / "run.PDF").read_bytes().startswith(b"%PDF-")
-    with pytest.raises(UsageError, match=r"\.svg"):
-        plot_runs([tmp_path / "run"], tmp_path / "run.gif")
-    with pytest.raises(UsageError, match="No metric `los`"):
-        plot_runs([tmp_path / "run"], tmp_path / "run.png", PlotOptions(metrics=("los",)))
 
 
 def test_thinning_a_million_points_keeps_a_one_step_spike():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.track import MetricsWriter
+from zero2all.track import MetricsWriter, rows
+from zero2all.track.columns import MetricNames, ParsedRows
 from zero2all.track.reader import RunReader, read_run
 
 
@@ -31,7 +35,7 @@ def write(folder: Path, steps: range, value: float, writer: str = "train", key: 
             run.log({key: value + step}, step=step, tokens=10 * step)
 
 
-def test_one_attempt_reads_back_as_written(tmp_path):
+def test_attempts_read_back_as_written_whatever_their_order_and_number(tmp_path):
     write(tmp_path / "small", range(5), 0.5)
     run = read_run(tmp_path / "small")
     loss = run.series["loss"]
@@ -42,6 +46,15 @@ def test_one_attempt_reads_back_as_written(tmp_path):
     assert (np.diff(loss.time) >= 0).all()
     assert (loss.step.dtype, loss.value.dtype, loss.tokens.dtype) == (np.int64, np.float64, np.int64)
     assert (run.rows, run.skipped_lines, run.superseded_values, run.problems) == (5, 0, 0, [])
+    for attempt in range(1, 11):  # ten is later than nine
+        write(tmp_path / "small", range(2), 100.0 * attempt)
+    with MetricsWriter(tmp_path / "small") as writer:
+        writer.event("start", step=0, data={})  # an attempt that wrote no rows takes nothing back
+    assert read_run(tmp_path / "small").series["loss"].value.tolist() == [1000.0, 1001.0]
+    with MetricsWriter(tmp_path / "mixed") as writer:
+        for step in (0, 3, 1, 2):
+            writer.log({"loss": float(step)}, step=step, tokens=step)
+    assert read_run(tmp_path / "mixed").series["loss"].value.tolist() == [0, 1, 2, 3]
 
 
 def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
@@ -55,12 +68,6 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
     assert run.resumed_at_steps == [21]
 
 
-def test_attempt_ten_is_later_than_attempt_nine(tmp_path):
-    for attempt in range(1, 12):
-        write(tmp_path, range(0, 2), 100.0 * attempt)
-    assert read_run(tmp_path).series["loss"].value.tolist() == [1100.0, 1101.0]
-
-
 def test_the_throughput_of_an_ended_run_is_that_of_all_its_time_but_the_pauses(tmp_path):
     (tmp_path / "metrics").mkdir()
     row = '{"step":%d,"time":%f,"tokens":%d,"values":{"tokens_per_second":%f}}\n'
@@ -71,13 +78,6 @@ def test_the_throughput_of_an_ended_run_is_that_of_all_its_time_but_the_pauses(t
     reader = RunReader(tmp_path)
     assert reader.status.state != "running"
     assert reader.tokens_per_second == pytest.approx(400.0)
-
-
-def test_an_attempt_that_wrote_no_rows_takes_nothing_back(tmp_path):
-    write(tmp_path, range(3), 0.0)
-    with MetricsWriter(tmp_path) as run:
-        run.event("start", step=0, data={})
-    assert len(read_run(tmp_path).series["loss"]) == 3
 
 
 def test_an_evaluation_at_the_resumed_step_does_not_erase_that_steps_loss(tmp_path):
@@ -99,13 +99,6 @@ def test_late_evaluations_of_earlier_steps_replace_only_their_own_step(tmp_path)
     assert run_data.series["eval/set/score"].step.tolist() == [10, 40]
     assert run_data.series["eval/set/score"].value.tolist() == [2.0, 3.0]
     assert len(run_data.series["loss"]) == 50
-
-
-def test_rows_in_any_order_of_steps_come_out_sorted(tmp_path):
-    with MetricsWriter(tmp_path) as run:
-        for step in (0, 3, 1, 2):
-            run.log({"loss": float(step)}, step=step, tokens=step)
-    assert read_run(tmp_path).series["loss"].value.tolist() == [0, 1, 2, 3]
 
 
 def test_half_a_last_line_and_garbage_are_skipped_counted_and_named(tmp_path):
@@ -145,18 +138,18 @@ def test_events_of_all_attempts_are_kept_in_order_of_time(tmp_path):
     assert events[1].data == {"attempt": 2}
 
 
-def test_foreign_files_are_left_alone_and_a_run_without_metrics_is_empty(tmp_path):
-    assert read_run(tmp_path).series == {}
-    (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics" / "notes.txt").write_text("hello")
-    (tmp_path / "metrics" / "train-1.jsonl").mkdir()
-    assert read_run(tmp_path).series == {}
-    assert read_run(tmp_path).skipped_lines == 0
-
-
-def test_a_folder_that_does_not_exist_is_a_clear_error(tmp_path):
+def test_foreign_files_are_left_alone_a_folder_without_metrics_can_be_watched_and_none_is_a_clear_error(tmp_path):
     with pytest.raises(BadInputError, match="no run in"):
         read_run(tmp_path / "absent")
+    reader = RunReader(tmp_path / "later")
+    assert (reader.metrics(), reader.events(), reader.status.state) == ([], [], "unknown")
+    (tmp_path / "later" / "metrics" / "train-1.jsonl").mkdir(parents=True)
+    (tmp_path / "later" / "metrics" / "notes.txt").write_text("hello")
+    assert read_run(tmp_path / "later").series == {}
+    assert read_run(tmp_path / "later").skipped_lines == 0
+    write(tmp_path / "later", range(5), 0.0)
+    assert reader.refresh()
+    assert len(reader.series("loss")) == 5
 
 
 # ---- following a run ----
@@ -257,14 +250,6 @@ def test_a_run_folder_that_disappears_leaves_what_was_read_and_may_come_back(tmp
     assert reader.status.state == "finished"
 
 
-def test_a_folder_that_is_not_there_yet_can_be_watched(tmp_path):
-    reader = RunReader(tmp_path / "later")
-    assert (reader.metrics(), reader.events(), reader.status.state) == ([], [], "unknown")
-    write(tmp_path / "later", range(5), 0.0)
-    assert reader.refresh()
-    assert len(reader.series("loss")) == 5
-
-
 def test_a_line_longer_than_memory_should_hold_is_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr("zero2all.track.metrics_file.CHUNK_BYTES", 1000)
     monkeypatch.setattr("zero2all.track.metrics_file.MAX_LINE_BYTES", 4000)
@@ -330,23 +315,23 @@ def test_every_axis_has_its_own_x(tmp_path):
             run.log({"loss": 1.0, "flops": 1e18 * step}, step=step, tokens=100 * step)
         run.log({"eval/score": 0.5}, step=5, tokens=500)
     reader = RunReader(tmp_path)
-    assert reader.buckets("loss").x.tolist() == list(range(1, 11))
-    assert reader.buckets("loss", axis="tokens").x.tolist() == list(range(100, 1100, 100))
-    assert reader.buckets("eval/score", axis="flops").x.tolist() == [5e18]
-    assert reader.buckets("loss", axis="time").x.tolist() == reader.series("loss").time.tolist()
-    assert reader.buckets("loss", low=3, high=5).x.tolist() == [3, 4, 5]
-    assert len(reader.buckets("absent")) == 0
+    assert reader.bins("loss").x.tolist() == list(range(1, 11))
+    assert reader.bins("loss", axis="tokens").x.tolist() == list(range(100, 1100, 100))
+    assert reader.bins("eval/score", axis="flops").x.tolist() == [5e18]
+    assert reader.bins("loss", axis="time").x.tolist() == reader.series("loss").time.tolist()
+    assert reader.bins("loss", low=3, high=5).x.tolist() == [3, 4, 5]
+    assert len(reader.bins("absent")) == 0
     with pytest.raises(ValueError, match="axis"):
-        reader.buckets("loss", axis="weight")  # type: ignore[arg-type]
+        reader.bins("loss", axis="weight")  # type: ignore[arg-type]
 
 
-def test_smoothing_comes_before_the_buckets_and_does_not_depend_on_the_zoom(tmp_path):
+def test_smoothing_comes_before_the_bins_and_does_not_depend_on_the_zoom(tmp_path):
     with MetricsWriter(tmp_path) as run:
         for step in range(1000):
             run.log({"loss": float(step % 2)}, step=step)
     reader = RunReader(tmp_path)
-    whole = reader.buckets("loss", smoothing=51, count=2000).smooth
-    zoomed = reader.buckets("loss", low=500, high=520, smoothing=51).smooth
+    whole = reader.bins("loss", smoothing=51, count=2000).smooth
+    zoomed = reader.bins("loss", low=500, high=520, smoothing=51).smooth
     assert whole is not None
     assert zoomed is not None
     assert whole[500:521].tolist() == zoomed.tolist()
@@ -461,3 +446,109 @@ print(len(RunReader(Path(sys.argv[1])).series("loss")))
 """
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("5", "")
+
+
+# ---- the lines of a file ----
+
+
+def parsed(lines: list[bytes]) -> ParsedRows:
+    return rows.parse(b"".join(line + b"\n" for line in lines), MetricNames())
+
+
+def row(step: int, values: dict, time: float = 1.5, tokens: int = 7) -> bytes:
+    return jsonio.dumps_line({"step": step, "time": time, "tokens": tokens, "values": values})[:-1]
+
+
+def test_every_double_comes_back_to_the_last_bit():
+    rng = random.Random(0)
+    numbers = [rng.uniform(-1, 1) * 10.0 ** rng.randint(-320, 300) for _ in range(3000)]
+    numbers += [0.0, -0.0, 5e-324, 1.7976931348623157e308, 1e22, 1e23, 2**53 + 1, -7]
+    lines = [row(step, {"a": number, "b/c": -number}, time=abs(number)) for step, number in enumerate(numbers)]
+    block = parsed(lines)
+    assert block.metrics["a"][1].tolist() == [float(number) for number in numbers]
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_values_that_are_no_plain_numbers_are_treated_the_same_way(every):
+    odd = ["text", "1.5", None, True, False, [1], {"x": 1}, [], {}, [1, 2]]
+    for value in ("NaN", "Infinity", "-Infinity", 2**63, 2**64 - 1, *odd):
+        lines = [row(step, {"loss": 1.25, "odd": value if step % every == 0 else 2.5}) for step in range(100)]
+        block = parsed(lines)
+        assert len(block.step) == 100
+        is_number = value in ("NaN", "Infinity", "-Infinity") or type(value) is int
+        assert block.skipped_values == (0 if is_number else len(range(0, 100, every))), value
+        assert len(block.metrics["odd"][1] if "odd" in block.metrics else ()) == 100 - block.skipped_values
+
+
+@pytest.mark.parametrize("rows_before", [3, 60])
+def test_a_row_with_a_negative_step_is_left_out(rows_before):
+    """It would count as the newest."""
+    lines = [*(row(step, {"loss": 1.0}) for step in range(rows_before)), row(-1, {"loss": 9.0})]
+    assert parsed(lines).step.tolist() == [*range(rows_before)]
+
+
+DAMAGE = [
+    b"",
+    b"   ",
+    b"\x00\xff\xfe",
+    b"[" * 100_000,
+    b'{"step":1.5,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":"1","time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":1,"time":"NaN","tokens":7,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":1,"time":1.5,"tokens":null,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":1,"time":1.5,"tokens":true,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":1 2}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":01,"b":2.0}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}} }}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0,"kind":"x"}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1e999,"b":2.0}}',
+    b'{"step":99999999999999999999999,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":9223372036854775808,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}}',
+    b'{"step": 1, "time": 1.5, "tokens": 7, "values": {"a": 1.0, "b": 2.0}}',
+    b'{"time":1.5,"step":1,"tokens":7,"values":{"a":1.0,"b":2.0}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{}}',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":2.0}}\r',
+    b'{"step":1,"time":1.5,"tokens":7,"values":{"a":1.0,"b":"]"}}',
+    b'{"step":1,"time":1.5,"kind":"x","data":{"a":1.0,"b":2.0}}',
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=range(len(DAMAGE)))
+def test_one_damaged_line_costs_only_itself(damage):
+    for place in (0, 30, 59):
+        lines = [row(step, {"a": step / 7, "b": 2.0}) for step in range(60)]
+        lines[place] = damage
+        good = [step / 7 for step in range(60) if step != place]
+        assert set(good) <= set(parsed(lines).metrics["a"][1].tolist())
+
+
+def test_random_damage_never_raises_and_never_changes_another_line():
+    rng = random.Random(7)
+    whole = [row(step, {"a": step / 7, "b": 2.0}) for step in range(80)]
+    for _ in range(60):
+        text = bytearray(b"\n".join(whole))
+        for _ in range(rng.randint(1, 6)):
+            place = rng.randrange(len(text))
+            text[place] = rng.choice(b'0123456789,:"{}[]eE.-+ \\natn\n\xff')
+        lines = bytes(text).split(b"\n")
+        untouched = {int(json.loads(line)["step"]) for line in lines if line in whole}
+        assert untouched <= set(parsed(lines).step.tolist())
+
+
+def test_a_million_names_are_counted_and_not_kept():
+    names = MetricNames(limit=100)
+    lines = [row(step, {f"metric {step}/{number}": 1.0 for number in range(50)}) for step in range(200)]
+    block = rows.parse(b"\n".join(lines) + b"\n", names)
+    assert len(block.metrics) == 100
+    assert names.left_out_values == 200 * 50 - 100
+
+
+def test_rows_of_json_without_orjson_are_read_too(monkeypatch):
+    monkeypatch.setattr(jsonio, "orjson", None)
+    lines = [json.dumps({"step": n, "time": 1.5, "tokens": 1, "values": {"a": n / 3}}).encode() for n in range(50)]
+    parsed(lines)
+    compact = [line.replace(b" ", b"") for line in lines]
+    assert parsed(compact).metrics["a"][1].tolist() == [n / 3 for n in range(50)]
+    assert math.isclose(parsed(compact).time[0], 1.5)

@@ -25,31 +25,24 @@ def judged(silent: float, header: dict | None = None, end: dict | None = None, s
     return judge(Evidence(header, end, NOW - silent, NOW - silent, step_seconds), now=NOW)[0]
 
 
-def test_on_another_machine_only_silence_can_be_seen():
-    assert judged(silent=5) == "running"
-    assert judged(silent=59) == "running"
-    assert judged(silent=61) == "stalled"
-    assert judged(silent=290, step_seconds=30) == "running", "ten of its steps take five minutes"
-    assert judged(silent=310, step_seconds=30) == "stalled"
-
-
-def test_the_writers_own_word_counts_most():
+def test_on_another_machine_only_silence_can_be_seen_and_the_writers_own_word_counts_most():
+    for silent, step_seconds, state in (
+        *((5, 0.1, "running"), (59, 0.1, "running"), (61, 0.1, "stalled")),
+        *((290, 30, "running"), (310, 30, "stalled")),  # ten of its steps take five minutes
+    ):
+        assert judged(silent, step_seconds=step_seconds) == state
     assert judged(silent=9e6, end={"reason": "done"}) == "finished"
-    assert judged(silent=0, end={"reason": "exit"}) == "finished"
-    assert judged(silent=0, end={"reason": "failed", "message": "out of memory"}) == "crashed"
-    assert judged(silent=0, end={"reason": "preempted"}) == "stopped"
+    for reason, state in (("exit", "finished"), ("failed", "crashed"), ("preempted", "stopped")):
+        assert judged(silent=0, end={"reason": reason}) == state
     assert judge(Evidence({}, {"reason": "failed", "message": "out of memory"}, None, NOW))[1] == "out of memory"
 
 
-def test_a_fresh_copy_of_an_old_run_is_not_running():
-    evidence = Evidence(SOMEWHERE_ELSE, None, last_time=NOW - 86_400, modified=NOW)
-    assert judge(evidence, now=NOW)[0] == "stalled"
-
-
-def test_clocks_that_differ_a_little_do_not_stall_a_run():
+def test_clocks_that_differ_a_little_do_not_stall_a_run_and_a_fresh_copy_of_an_old_one_is_not_running():
     for difference in (-400, 0, 400):
         evidence = Evidence(SOMEWHERE_ELSE, None, last_time=NOW - 1 + difference, modified=NOW - 1)
         assert judge(evidence, now=NOW)[0] == "running"
+    evidence = Evidence(SOMEWHERE_ELSE, None, last_time=NOW - 86_400, modified=NOW)
+    assert judge(evidence, now=NOW)[0] == "stalled"
 
 
 WRITE_AND_WAIT = """
@@ -192,7 +185,7 @@ def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(
     assert (listing.status.last_step, listing.last_loss) == (1000, 2.5)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000])
+@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000], ids=range(5))
 def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage):
     (tmp_path / "bad/metrics").mkdir(parents=True)
     (tmp_path / "bad/metrics/train-1.jsonl").write_bytes(damage)

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.track import MetricsWriter
 from zero2all.track.writer import END_KIND, REPORT_KIND, SEGMENT_KIND
 
@@ -29,13 +31,6 @@ def rows_of(path: Path) -> list[dict]:
     rows = all_rows_of(path)
     assert rows[0]["kind"] == SEGMENT_KIND
     return [row for row in rows if row.get("kind") not in (SEGMENT_KIND, END_KIND)]
-
-
-def wait_until(condition, timeout_seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.01)
 
 
 def run_python(code: str, *arguments: object) -> subprocess.Popen[str]:
@@ -87,28 +82,16 @@ def test_a_file_begins_with_who_writes_it_and_ends_with_how_it_ended(tmp_path):
     assert abs(data["process_start"] - psutil.Process().create_time()) < 2
     assert row["tokens"] == 0
     assert (last["kind"], last["step"], last["data"]) == ("end", 41, {"reason": "done"})
-
-
-def test_a_run_that_raises_is_marked_as_failed(tmp_path):
-    run = MetricsWriter(tmp_path)
-
-    def train() -> None:
-        with run:
-            run.log({"loss": 1.0}, step=1)
-            raise RuntimeError("out of cheese")
-
-    with pytest.raises(RuntimeError):
-        train()
-    assert all_rows_of(run.path)[-1]["data"] == {"reason": "failed", "message": "RuntimeError: out of cheese"}
-
-
-def test_the_end_is_the_last_row_whatever_the_reason(tmp_path):
-    run = MetricsWriter(tmp_path)
+    failed = MetricsWriter(tmp_path)
+    with suppress(RuntimeError), failed:
+        raise RuntimeError("out of cheese")
+    assert all_rows_of(failed.path)[-1]["data"] == {"reason": "failed", "message": "RuntimeError: out of cheese"}
+    stopped = MetricsWriter(tmp_path)
     for step in range(1000):
-        run.log({"loss": 1.0}, step=step)
-    run.close(reason="preempted", message="asked to stop")
-    run.close(reason="done")
-    rows = all_rows_of(run.path)
+        stopped.log({"loss": 1.0}, step=step)
+    stopped.close(reason="preempted", message="asked to stop")
+    stopped.close(reason="done")
+    rows = all_rows_of(stopped.path)
     assert rows[-1]["data"] == {"reason": "preempted", "message": "asked to stop"}
     assert sum(row.get("kind") == "end" for row in rows) == 1
 
@@ -134,6 +117,8 @@ def test_every_attempt_and_every_writer_has_its_own_file(tmp_path):
     # The last asks for a number that is taken, and gets the next free one instead of another attempt's file.
     assert names == [f"{name}.jsonl" for name in ("train-1", "train-2", "eval-1", "train-9", "train-10", "train-3")]
     assert all(len(rows_of(tmp_path / "metrics" / name)) == 1 for name in names)
+    with pytest.raises(ValueError, match="file name"):
+        MetricsWriter(tmp_path, writer="../elsewhere")
 
 
 def test_processes_starting_together_do_not_share_a_file(tmp_path):
@@ -144,16 +129,7 @@ def test_processes_starting_together_do_not_share_a_file(tmp_path):
     assert files == [f"train-{attempt}.jsonl" for attempt in (1, 2, 3, 4)]
 
 
-def test_not_finite_numbers_become_strings_and_the_file_stays_json(tmp_path):
-    with MetricsWriter(tmp_path) as run:
-        run.log({"a": float("nan"), "b": float("inf"), "c": np.float32("-inf")}, step=1, tokens=1)
-        run.event("spike", step=1, data={"losses": [float("nan"), 2.0]})
-    metric, event = rows_of(run.path)
-    assert metric["values"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
-    assert event["data"] == {"losses": ["NaN", 2.0]}
-
-
-def test_numbers_of_other_libraries_are_understood(tmp_path):
+def test_numbers_of_other_libraries_are_understood_and_those_that_are_not_finite_become_strings(tmp_path):
     torch = pytest.importorskip("torch")
     weight = torch.ones((), requires_grad=True)
     total = torch.tensor(2.0)
@@ -165,6 +141,12 @@ def test_numbers_of_other_libraries_are_understood(tmp_path):
     metric, event = rows_of(run.path)
     assert metric["values"] == {"grad": 3, "half": 0.5, "total": 2, "numpy": 1.25, "count": 7, "flag": 1}
     assert event["data"] == {"loss": 2.0}
+    with MetricsWriter(tmp_path) as run:
+        run.log({"a": float("nan"), "b": float("inf"), "c": np.float32("-inf")}, step=1, tokens=1)
+        run.event("spike", step=1, data={"losses": [float("nan"), 2.0]})
+    metric, event = rows_of(run.path)
+    assert metric["values"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    assert event["data"] == {"losses": ["NaN", 2.0]}
 
 
 class DeviceScalar:
@@ -214,7 +196,7 @@ def test_cuda_scalars_are_copied_without_waiting_for_the_gpu(tmp_path):
     assert [row["values"] for row in rows_of(run.path)] == [{"total": step, "step": step + 1} for step in range(5)]
 
 
-def test_one_bad_value_costs_only_itself_and_is_remembered(tmp_path):
+def test_one_bad_value_costs_only_itself_and_is_remembered_up_to_a_bound(tmp_path):
     with MetricsWriter(tmp_path) as run:
         run.log({"loss": 1.0, "name": "text", "list": [1, 2], 5: 2.0, "\ud800": 3.0}, step=1, tokens=1)  # type: ignore[dict-item]
         run.log(None, step=2, tokens=2)  # type: ignore[arg-type]
@@ -224,9 +206,6 @@ def test_one_bad_value_costs_only_itself_and_is_remembered(tmp_path):
     assert run.dropped_rows == 2
     assert len(run.problems) == 4
     assert rows[-1]["kind"] == REPORT_KIND
-
-
-def test_remembered_problems_are_bounded(tmp_path):
     with MetricsWriter(tmp_path) as run:
         run.log({f"metric {number}": "not a number" for number in range(1000)}, step=1, tokens=1)
     assert len(run.problems) <= 101
@@ -246,7 +225,9 @@ def test_log_never_raises_when_the_folder_is_deleted(tmp_path):
     assert not (tmp_path / "run").exists(), "a run that someone deleted stays deleted"
 
 
-def test_writing_goes_on_when_only_the_metrics_folder_was_deleted(tmp_path):
+def test_writing_goes_on_when_only_the_metrics_folder_was_deleted_and_one_that_cannot_be_created_raises_nothing(
+    tmp_path,
+):
     with MetricsWriter(tmp_path) as run:
         run.log({"loss": 1.0}, step=1, tokens=1)
         wait_until(lambda: run.path.read_bytes().count(b"\n") == 2)
@@ -255,9 +236,6 @@ def test_writing_goes_on_when_only_the_metrics_folder_was_deleted(tmp_path):
     rows = rows_of(run.path)
     assert rows[0]["step"] == 2
     assert "deleted" in str(rows[1]["data"]), "the file says that earlier rows are lost"
-
-
-def test_a_folder_that_cannot_be_created_raises_nothing(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with MetricsWriter(tmp_path / "file" / "run") as run:
         run.log({"loss": 1.0}, step=1, tokens=1)
@@ -419,11 +397,6 @@ print(repr(children), sorted(heavy), ours)
     ours = ["zero2all.common", "zero2all.common.jsonio"]
     ours += ["zero2all.track", *(f"zero2all.track.{name}" for name in ("status", "writer"))]
     assert output.strip() == f"'' [] {ours}"
-
-
-def test_an_unusable_writer_name_is_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match="file name"):
-        MetricsWriter(tmp_path, writer="../elsewhere")
 
 
 def test_a_writer_whose_run_belongs_to_another_process_writes_not_one_byte_more(tmp_path):

@@ -200,7 +200,7 @@ def _config(
             "warmup_steps": min(100, max(1, int(WARMUP_SHARE * steps))),
             "min_lr_ratio": 0.0,
         },
-        "eval": {"every_steps": often},
+        "validation": {"every_steps": often},
         "checkpoint": {"every_steps": often, "keep_every_steps": 0},
     }
     for section, fields in changes.items():

@@ -13,7 +13,7 @@ from zero2all.config import RunConfig, config_from_values, config_yaml, read_con
 CONFIG_FILE = "config.yaml"
 FINETUNE_FILE = "finetune.json"
 """Of a run that was fine-tuned on conversations: what it was begun with."""
-SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "eval")
+SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "validation")
 """Sections that a saved config must have: a truncated file must not be filled up with defaults."""
 
 

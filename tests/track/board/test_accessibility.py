@@ -54,7 +54,9 @@ def go_to(page: Any, address: str, wait_for: str) -> None:
     page.wait_for_selector(wait_for)
 
 
-@pytest.mark.parametrize(("locale", "theme"), [("en-US", "dark"), ("zh-CN", "light")])
+@pytest.mark.parametrize(
+    ("locale", "theme"), [("en-US", "dark"), pytest.param("zh-CN", "light", marks=pytest.mark.slow)]
+)
 def test_axe_finds_nothing_in_either_language_and_theme(page, served, odd, tmp_path, axe, locale, theme):
     def finds_nothing(where: str) -> None:
         if not page.evaluate("'axe' in globalThis"):

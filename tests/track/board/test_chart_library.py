@@ -60,13 +60,10 @@ def test_a_file_that_was_not_tested_is_not_used(vendor, tmp_path, monkeypatch):
     assert not vendor.exists()
 
 
-def test_without_npm_it_is_said_how_to_get_it(vendor, monkeypatch):
+def test_without_npm_it_is_said_how_to_get_it_and_what_npm_says_when_it_fails_is_shown(vendor, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BadInputError, match=r"npm was not found.*Install Node"):
         fetch_charts()
-
-
-def test_what_npm_says_when_it_fails_is_shown(vendor, tmp_path, monkeypatch):
     (tmp_path / "npm").write_text("#!/bin/sh\necho 'npm error network timed out' >&2\nexit 1\n")
     (tmp_path / "npm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
