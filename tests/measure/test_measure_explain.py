@@ -112,9 +112,9 @@ def test_parts_of_a_step_in_which_nothing_is_computed(tmp_path, part, what):
     assert f"limited by {limit}: 7" in explained(made).limit
 
 
-def test_evaluation_and_saves_that_take_too_much(tmp_path):
+def test_validation_and_saves_that_take_too_much(tmp_path):
     found = findings(MadeRun(tmp_path / "run", evaluate_every=10, save_every=5).write(1, 100))
-    assert "30 s of" in found["evaluation"]
+    assert "30 s of" in found["validation"]
     assert "20 saves" in found["checkpoint stalls"]
 
 
