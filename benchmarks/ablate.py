@@ -28,7 +28,7 @@ from zero2all.cli.table import print_table
 from zero2all.common.files import write_atomic
 from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.manifest import fingerprint
-from zero2all.common.progress import human_seconds, say
+from zero2all.common.progress import human_seconds, say, show_log
 from zero2all.config import RunConfig, config_values
 from zero2all.estimate.flops import CONVENTIONS, compute_mfu, flops_per_token
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY, run_child
@@ -255,4 +255,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -74,8 +74,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
         from zero2all.measure.short_run import measure_steps
         from zero2all.predict.batch import load_measured_config, parse_batch
     except ImportError:  # before 19 November 2026
-        from zero2all.perf.batch import load_measured_config, parse_batch
-        from zero2all.perf.short_run import measure_steps, shaped
+        from zero2all.perf.batch import load_measured_config, parse_batch  # type: ignore[no-redef]
+        from zero2all.perf.short_run import measure_steps, shaped  # type: ignore[no-redef]
     else:
 
         def shaped(config: Any, _: Any) -> Any:

@@ -120,7 +120,7 @@ def measured(
         "optim": {"lr_max": size["lr"], "kind": optim},
         "schedule": {"kind": "wsd", "decay_share": 0.65, "decay_shape": "linear", "min_lr_ratio": 0.05},
         "checkpoint": {"every_steps": 0},
-        "eval": {"every_steps": 0, "valid_tokens_per_source": tokens},
+        "validation": {"every_steps": 0, "tokens_per_source": tokens},
         "resilience": {"supervise": False, "memory_every_steps": 0},
     }
     values["schedule"]["warmup_steps"] = max(1, min(100, size["steps"] // 10))

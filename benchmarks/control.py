@@ -84,7 +84,7 @@ def measure(folder: Path, processes: int, rows: int, steps: int) -> list[dict[st
         "train": {"name": "run", "steps": steps, "tokens_per_step": 32 * rows, "micro_batch_samples": 16},
         "schedule": {"warmup_steps": 10},
         "checkpoint": {"every_steps": 0},
-        "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+        "validation": {"every_steps": 0, "tokens_per_source": 128},
         "parallel": {"device": "cpu", "cpu_threads": 1},
     }
     config = folder / "config.yaml"

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.machine import save_result
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.estimate.floors import linear_shapes
 from zero2all.infer.cache import BLOCK
 from zero2all.infer.weights import int8_weight
@@ -196,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -84,7 +84,7 @@ def report(found: dict[str, list[dict[str, Any]]], layers: int) -> float:
 def measured(kind: str, name: str, places: list[Path], asked: argparse.Namespace) -> dict[str, Any]:
     """Train with all processes; the steps of group 0."""
     words = [sys.executable, "-m", "zero2all", "train", asked.config, "--train.name", name, "--no-supervisor"]
-    words += ["--train.steps", str(2 * asked.steps), "--eval.every_steps", "0", "--checkpoint.every_steps", "0"]
+    words += ["--train.steps", str(2 * asked.steps), "--validation.every_steps", "0", "--checkpoint.every_steps", "0"]
     words += ["--resilience.memory_every_steps", "0", "--track.log_every_steps", "1", *asked.words]
     words += ["--parallel.device", asked.device]
     # Groups share the rows of a step.

@@ -116,7 +116,7 @@ def _pace(
     name = f"{kind}-{cable_name}".replace(" ", "-")
     words = [sys.executable, "-m", "zero2all", "train", asked.config, "--train.name", name, "--train.steps"]
     words += [str(steps or asked.steps), "--parallel.device", "cpu", "--parallel.cpu_threads", "1"]
-    words += ["--parallel.processes", "1", "--eval.every_steps", "1000000", "--checkpoint.every_steps", "1000000"]
+    words += ["--parallel.processes", "1", "--validation.every_steps", "1000000", "--checkpoint.every_steps", "1000000"]
     started = []
     for rank in (0, 1):
         env = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "Z2A_SECRET": "of this benchmark"}

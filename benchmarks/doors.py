@@ -191,7 +191,8 @@ def _start(
     (arguments.work / "runs").mkdir(exist_ok=True)
     train = [sys.executable, "-m", "zero2all", "train", arguments.config, "--work", str(arguments.work), "--fresh"]
     train += ["--train.name", name, "--train.steps", str(steps), "--parallel.device", "cpu"]
-    train += ["--parallel.cpu_threads", "1", "--eval.every_steps", str(10**9), "--checkpoint.keep_every_steps", "0"]
+    train += ["--parallel.cpu_threads", "1", "--validation.every_steps", str(10**9)]
+    train += ["--checkpoint.keep_every_steps", "0"]
     programs = []
     for node in (0, 1):
         words, variables = [], {"Z2A_SECRET": SECRET, "OMP_NUM_THREADS": "1"}

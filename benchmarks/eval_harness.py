@@ -43,7 +43,7 @@ import torch
 
 from benchmarks.generate import random_model
 from benchmarks.machine import save_result
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.common.workspace import open_workspace
 from zero2all.evals.forms import Shots, cloze
 from zero2all.evals.items import CONTINUE, Item, Task
@@ -340,4 +340,5 @@ def export(work: Path, run: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

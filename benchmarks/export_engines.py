@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.engine_answers import ENGINES, greedy, picked
 from benchmarks.machine import RESULTS, save_result
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.hf import write_hf_folder
 from zero2all.model.init import QK_NORMS
@@ -129,4 +129,5 @@ def merged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    show_log()
     sys.exit(main())

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import machine, save_result
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
 from zero2all.infer.load import READY_OPS, LoadedModel, empty_model
@@ -271,4 +271,5 @@ def _turns(kinds: list[str]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

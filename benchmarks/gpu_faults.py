@@ -86,7 +86,7 @@ def faulty_run(arguments: argparse.Namespace, kinds: tuple[str, ...]) -> list[di
     path = install_plan(plan, arguments.work / "chaos", run, None, fresh=True)
     environment = {**os.environ, FAULTS: str(path)}
     words = ["train", arguments.config, "--work", str(arguments.work), "--train.name", name, "--train.steps", "1000000"]
-    words += ["--checkpoint.every_steps", "0", "--eval.every_steps", "0", "--track.log_every_steps", "1"]
+    words += ["--checkpoint.every_steps", "0", "--validation.every_steps", "0", "--track.log_every_steps", "1"]
     words += ["--parallel.device", arguments.device, "--resilience.memory_every_steps", str(EVERY), *arguments.words]
     command = [sys.executable, "-m", "zero2all", *words, "--resilience.supervise", "true"]
     command += ["--resilience.limits", json.dumps(LIMITS)]

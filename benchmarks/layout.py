@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import environment, save_result
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.config import RunConfig
 from zero2all.measure.clock import seconds_of
 from zero2all.model.config import ModelConfig
@@ -210,4 +210,5 @@ def check_agreement(orders: list[Layout], device: torch.device, dtype: torch.dty
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -382,7 +382,7 @@ def settings_of(
         "train": passes,
         "optim": {"kind": "muon"},
         "schedule": {"kind": "wsd", "decay_share": 0.65, "decay_shape": "linear", "min_lr_ratio": 0.05},
-        "eval": {"every_steps": never},
+        "validation": {"every_steps": never},
         "checkpoint": {"every_steps": never},
     }
     for name, value in (changed or {}).items():

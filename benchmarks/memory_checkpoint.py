@@ -66,7 +66,7 @@ def measured(
     """Train until a step is logged, then kill; the metric rows of this start."""
     run = arguments.work / "runs" / name
     words = ["train", arguments.config, "--work", str(arguments.work), "--train.name", name, "--train.steps", "1000"]
-    words += ["--checkpoint.every_steps", "0", "--eval.every_steps", "0", "--track.log_every_steps", "1"]
+    words += ["--checkpoint.every_steps", "0", "--validation.every_steps", "0", "--track.log_every_steps", "1"]
     words += ["--train.tokens_per_step", "65536", "--resilience.memory_every_steps", str(every), *arguments.words]
     words += ["--no-supervisor", *(["--fresh"] if is_new and run.exists() else [])]
     before = set(run.glob("metrics/train-*.jsonl")) if not is_new else set()

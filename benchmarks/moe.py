@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.machine import save_result
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.config import RunConfig
 from zero2all.estimate.flops import compute_mfu, flops_per_token
 from zero2all.estimate.memory import GIB, estimate_memory
@@ -222,4 +222,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zero2all.cli.table import print_table
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.common.schema import nearest_hint
 from zero2all.config import RunConfig
 from zero2all.estimate.floors import Work, linear_shapes, operator_work, optimizer_work
@@ -139,7 +139,7 @@ def _row(
     name: str, implementation: Implementation, taken: bool, config: RunConfig, bench: Bench, least_seconds: float
 ) -> BenchRow:
     where, device, dtype = context_here(config), pick_device(config.parallel.device), DTYPES[config.train.precision]
-    if (problem := implementation.probe(where)) is not None:
+    if (problem := implementation.check(where)) is not None:
         return BenchRow(name, implementation.name, taken, problem)
     try:
         torch.manual_seed(0)
@@ -303,4 +303,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -36,7 +36,7 @@ from torch import Tensor
 from benchmarks.machine import environment, machine, save_result
 from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
-from zero2all.common.progress import say
+from zero2all.common.progress import say, show_log
 from zero2all.config import RunConfig
 from zero2all.estimate.flops import compute_mfu, flops_per_token
 from zero2all.measure.clock import device_name, wait_for, watched_gpu
@@ -335,4 +335,5 @@ def ratio_lines(found: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
+    show_log()
     main()

@@ -55,7 +55,7 @@ def recipe(shape: str, tokens: str, packed: Path, is_small: bool) -> dict[str, A
             **{"name": "rates", "tokens": tokens, "precision": "float32" if is_small else "bfloat16"},
             **({"tokens_per_step": 4096, "micro_batch_samples": 16} if is_small else {"micro_batch_samples": 32}),
         },
-        "eval": {"every_steps": 0, "valid_tokens_per_source": 8192 if is_small else 1 << 18},
+        "validation": {"every_steps": 0, "tokens_per_source": 8192 if is_small else 1 << 18},
         "checkpoint": {"every_steps": 0},
         "resilience": {"memory_every_steps": 0},
     }

@@ -80,7 +80,7 @@ def losses_of(work: Path, config: str, settings: dict[str, Any], ops: dict[str, 
         *("--train.tokens_per_step", settings["tokens_per_step"]),
         *("--train.micro_batch_samples", settings["micro_batch"]),
         *("--optim.lr_max", settings["lr"], "--schedule.warmup_steps", settings["warmup"]),
-        *("--checkpoint.every_steps", 0, "--eval.every_steps", 0, "--model.vocab_size", "null"),
+        *("--checkpoint.every_steps", 0, "--validation.every_steps", 0, "--model.vocab_size", "null"),
         *(word for field, chosen in ops.items() for word in (f"--{field}", chosen)),
     ]
     command = [sys.executable, "-m", "zero2all", "train", config, "--work", work, "--fresh", *words]

@@ -128,7 +128,7 @@ def start_cost(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _start(arguments: argparse.Namespace, name: str, processes: int, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "zero2all", "train", arguments.config, "--work", str(arguments.work)]
-    command += ["--train.name", name, "--train.steps", "1000000", "--eval.every_steps", "0"]
+    command += ["--train.name", name, "--train.steps", "1000000", "--validation.every_steps", "0"]
     command += ["--checkpoint.every_steps", "1000", "--track.log_every_steps", "1", "--parallel.device", "cpu"]
     command += ["--parallel.cpu_threads", "1", "--parallel.processes", str(processes)]
     command += ["--resilience.supervise", "true", "--resilience.restarts", "10", *words, *arguments.words]

@@ -33,7 +33,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     """Our trainer, with or without the cut."""
     import dataclasses
 
-    from zero2all.tokenizer.bpe.learn import learn_bpe, return_freed_memory
+    from zero2all.tokenizer.bpe.learn import BpeResources, BpeRules, learn_bpe, return_freed_memory
     from zero2all.tokenizer.bpe.scan import pretokens
     from zero2all.tokenizer.parts import file_parts
     from zero2all.tokenizer.save import tokenizer_json_of
@@ -46,10 +46,8 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
             learned = learn_bpe(
                 file_parts(arguments.text),
                 arguments.pieces,
-                scratch=scratch,
-                max_memory=arguments.max_memory,
-                threads=arguments.threads,
-                cut=not arguments.uncut,
+                BpeResources(scratch, arguments.max_memory, arguments.threads),
+                BpeRules(cut=not arguments.uncut),
             )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -273,14 +273,14 @@ def exit_time() -> dict[str, Any]:
 
 
 def worker_open(folder: Path, cache: Path) -> dict[str, Any]:
-    """In a fresh process: from nothing to buckets ready to draw."""
+    """In a fresh process: from nothing to bins ready to draw."""
     started = time.perf_counter()
     reader_module = importlib.import_module("zero2all.track.reader")
     imported, imported_cpu = time.perf_counter(), time.process_time()
     reader = reader_module.RunReader(folder, cache)
     opened, opened_cpu = time.perf_counter(), time.process_time()
-    buckets = reader.buckets("loss", smoothing=50)
-    bucketed = time.perf_counter()
+    bins = reader.bins("loss", smoothing=50)
+    binned = time.perf_counter()
     rows = len(reader.series("loss"))
     idle_started = time.perf_counter()
     for _ in range(100):
@@ -289,10 +289,10 @@ def worker_open(folder: Path, cache: Path) -> dict[str, Any]:
         "import_seconds": imported - started,
         "open_seconds": opened - imported,
         "open_cpu_seconds": opened_cpu - imported_cpu,
-        "buckets_seconds": bucketed - opened,
+        "bins_seconds": binned - opened,
         "idle_refresh_us": 1e4 * (time.perf_counter() - idle_started),
         "rows": rows,
-        "spike_in_maximum": bool(buckets.maximum.max() >= 9.5),
+        "spike_in_maximum": bool(bins.maximum.max() >= 9.5),
         "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
     }
 
@@ -317,7 +317,7 @@ def reader() -> dict[str, Any]:
         print(
             f"{ROWS:,} rows, {label}, {megabytes:.0f} MB: cold {cold['open_seconds']:.2f} s "
             f"({cold['open_cpu_seconds']:.2f} s of CPU), warm "
-            f"{1e3 * warm['open_seconds']:.0f} ms, 2,000 smoothed buckets {1e3 * warm['buckets_seconds']:.0f} ms, "
+            f"{1e3 * warm['open_seconds']:.0f} ms, 2,000 smoothed bins {1e3 * warm['bins_seconds']:.0f} ms, "
             f"spike in the maximum: {bool(cold['spike_in_maximum'])}, idle refresh {warm['idle_refresh_us']:.0f} µs, "
             f"peak memory {cold['peak_memory_mb']:.0f} MB"
         )

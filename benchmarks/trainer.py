@@ -67,7 +67,7 @@ def trainer(arguments: argparse.Namespace, samples: int, tokens_per_step: int) -
     words = [
         *("--train.name", RUN, "--train.steps", str(steps), "--train.tokens_per_step", str(tokens_per_step)),
         *("--train.micro_batch_samples", str(samples), "--schedule.warmup_steps", "2"),
-        *("--checkpoint.every_steps", str(steps // 2), "--eval.every_steps", "0"),
+        *("--checkpoint.every_steps", str(steps // 2), "--validation.every_steps", "0"),
     ]
     command = [sys.executable, "-m", "zero2all", "train", arguments.config, "--work", str(arguments.work), "--fresh"]
     run = arguments.work / "runs" / RUN

@@ -23,6 +23,7 @@ from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401
 from tests.browser import launched
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.engine import EngineConfig
+from zero2all.common.progress import show_log
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
@@ -36,6 +37,7 @@ SLOW_IS_FINE = {"deadline": None, "suppress_health_check": [hypothesis.HealthChe
 hypothesis.settings.register_profile("same", derandomize=True, **SLOW_IS_FINE)
 hypothesis.settings.register_profile("random", **SLOW_IS_FINE)
 os.environ["Z2A_LANG"] = "en"  # tests read English, whatever the locale of the machine
+show_log()  # as z2a does
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 LONG_FILES = (
@@ -92,7 +94,7 @@ def tiny_config() -> RunConfig:
             "train": {"name": "tiny", "steps": 30, "tokens_per_step": 1024, "micro_batch_samples": 16},
             "checkpoint": {"every_steps": 15},
             "resilience": {"supervise": False},
-            "eval": {"every_steps": 0, "valid_tokens_per_source": 256},
+            "validation": {"every_steps": 0, "tokens_per_source": 256},
         },
         "of the tests",
     )

@@ -27,7 +27,7 @@ from zero2all.config.training import StageConfig
 
 SECTIONS = [
     *("data", "tokenizer", "model", "ops", "parallel", "diloco", "optim", "schedule", "stages"),
-    *("train", "guards", "checkpoint", "resilience", "track", "eval"),
+    *("train", "guards", "checkpoint", "resilience", "track", "validation"),
 ]
 SECTION_TYPES = [
     field.default_factory for field in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(field.default_factory)
@@ -188,7 +188,7 @@ def test_a_field_under_the_wrong_section_is_answered_with_the_right_one():
     (found,) = problems_of({"train": {"lr_max": 0.1}})
     assert found.endswith("Another section has this field: `optim.lr_max`.")
     (found,) = problems_of({"every_steps": 5})
-    assert found.endswith("Another section has this field: `checkpoint.every_steps`, `eval.every_steps`.")
+    assert found.endswith("Another section has this field: `checkpoint.every_steps`, `validation.every_steps`.")
 
 
 def test_what_does_not_fit_together_is_found_beside_what_is_wrong_alone():
@@ -298,7 +298,7 @@ def test_nothing_is_concluded_from_a_section_that_has_problems_of_its_own():
         ({"track": {"close_timeout_seconds": -1}}, "track.close_timeout_seconds: got -1"),
         ({"tokenizer": {"vocab_size": 100}}, "tokenizer.vocab_size: got 100, expected at least 271"),
         ({"model": {"attention_dropout": 1}}, "model.attention_dropout: got 1, expected a number at least 0 and below"),
-        ({"eval": {"valid_tokens_per_source": 0}}, "eval.valid_tokens_per_source: got 0"),
+        ({"validation": {"tokens_per_source": 0}}, "validation.tokens_per_source: got 0"),
         (
             {"guards": {"nonfinite": "ignore"}},
             "guards.nonfinite: got 'ignore', expected one of 'skip', 'rollback', 'stop'",

@@ -102,7 +102,7 @@ LAZY_THIRD_PARTY = {
     "common.records": {"zstandard", "pyarrow"},
     "common.engine": {"ray"},
     "packed.remote": {"fsspec"},
-    "packed.stats": {"matplotlib"},
+    "packed.show": {"matplotlib"},
     "ops.kernels.epilogue": {"quack"},
 }
 """Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never

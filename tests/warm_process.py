@@ -21,6 +21,7 @@ import torch._dynamo  # noqa: F401
 
 import zero2all.cli
 import zero2all.train.run  # noqa: F401
+from zero2all.common.progress import show_log
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,6 +36,7 @@ def run(code: str, arguments: list[str], output: str) -> None:
     for number, target in ((null, 0), (file, 1), (file, 2)):
         os.dup2(number, target)
     sys.argv = ["z2a", *arguments]
+    show_log()
     exit_code = 1
     try:
         # Like `python -c`: a `__main__` without a file, which worker processes of the child need not import again.

@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from zero2all.track.server import Board, BoardOptions
+from zero2all.track.api import Board, BoardOptions
 
 MAX_BYTES = 200_000
 SIZE = {"width": 1440, "height": 980}

@@ -21,7 +21,7 @@ TINY = [
     *("--resilience.supervise", "false"),
     *("--train.micro_batch_samples", "2", "--data.seq_len", "32", "--data.mixture", "{en: 1, zh: 1}"),
     *("--model.hidden_size", "32", "--model.intermediate_size", "64", "--model.heads", "4"),
-    *("--model.max_seq_len", "64", "--schedule.warmup_steps", "1", "--eval.valid_tokens_per_source", "256"),
+    *("--model.max_seq_len", "64", "--schedule.warmup_steps", "1", "--validation.tokens_per_source", "256"),
     *("--parallel.device", "cpu", "--checkpoint.every_steps", "2"),
 ]
 

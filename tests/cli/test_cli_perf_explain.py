@@ -14,9 +14,9 @@ def test_explain_prints_findings_and_writes_json(z2a, tmp_path):
     file = tmp_path / "run.json"
     ended = z2a("perf", "explain", run, "--json", file)
     assert ended.code == 0, ended.err
-    for expected in ("The run is limited by", "1. evaluation", "evaluate half as often", "validate", "MFU"):
+    for expected in ("The run is limited by", "1. validation", "validate half as often", "MFU"):
         assert expected in ended.out
-    assert json.loads(file.read_text())["findings"][0]["what"] == "evaluation"
+    assert json.loads(file.read_text())["findings"][0]["what"] == "validation"
 
 
 def test_explain_gives_the_account_of_a_run_that_was_stopped(z2a, tmp_path):

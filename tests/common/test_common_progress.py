@@ -54,6 +54,28 @@ def test_what_was_done_before_counts_in_the_share_and_not_in_the_speed_and_a_tot
     assert corrected.startswith("eval       12/24 B (50%)")
 
 
+def test_who_imports_the_package_gets_records_of_the_module_that_says_it_and_nothing_is_printed():
+    script = """
+        import logging, sys
+        from zero2all.common.progress import progress, say
+        say("before")
+        seen = []
+        class Keep(logging.Handler):
+            def emit(self, record):
+                seen.append((record.name, record.levelname, record.getMessage()))
+        logging.getLogger("zero2all").addHandler(Keep())
+        logging.getLogger("zero2all").setLevel("INFO")
+        with progress("pack", total=10, unit="B") as bar:
+            bar.advance(10)
+        say("a path with %d in it")
+        assert [each[:2] for each in seen] == [("zero2all.common.progress", "INFO"), ("zero2all", "INFO")]
+        assert seen[0][2].startswith("pack       10/10 B (100%)")
+        assert seen[1][2] == "a path with %d in it"
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_work_that_fails_prints_no_line_of_success(capsys):
     with suppress(RuntimeError), progress("pack", total=10, unit="B") as bar:
         bar.advance(5)

@@ -19,8 +19,8 @@ from zero2all.corpus import Source, build_corpus, summary_notes
 from zero2all.corpus import finish as finish_module
 from zero2all.corpus.clean.cleaner import Cleaner, mask_text
 from zero2all.corpus.clean.config import Mask, build_config, default_config
-from zero2all.corpus.readers import plan as plan_module
 from zero2all.corpus.readers import streams as streams_module
+from zero2all.corpus.readers import units as plan_module
 
 
 def lines(count: int, seed: int = 0) -> bytes:

@@ -15,6 +15,7 @@ import time
 import traceback
 from pathlib import Path
 
+from zero2all.common.progress import show_log
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.link import GroupLink, Membership
 from zero2all.diloco.messages import Key
@@ -86,6 +87,7 @@ def dump(_signal, frame) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGUSR1, dump)
+    show_log()
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     options = {name: settings.pop(name) for name in ("rounds", "step_seconds")}
     with path.open("a", buffering=1) as file:

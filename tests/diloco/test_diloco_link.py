@@ -414,11 +414,11 @@ def test_a_group_that_comes_twice_from_two_machines_is_named_and_the_first_is_un
     is_refused.set()
     for error in found.values():
         assert isinstance(error, UsageError)
-        assert "Group 1 came twice: group 0 sees it at 127.0.0.1:" in str(error)
+        assert "Group 1 connected twice: group 0 sees it at 127.0.0.1:" in str(error)
     found = threads.ends()
     assert found[0] == found[1]
     assert all(row["set"] == [0, 1] for row in logs[0])
-    assert capfd.readouterr().err.count("group 1 came twice: from 127.0.0.1:") == 1
+    assert capfd.readouterr().err.count("group 1 connected twice: from 127.0.0.1:") == 1
 
 
 def test_a_process_that_has_fallen_silent_gives_its_place_to_the_next(monkeypatch):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.estimate.test_pass_memory import FOOTPRINTS
 from zero2all.common.errors import UsageError
-from zero2all.estimate.cards import CARDS, GIB, Card, named_card
 from zero2all.estimate.fit import changes_that_help, process_bytes
+from zero2all.estimate.gpus import CARDS, GIB, Card, named_card
 from zero2all.estimate.memory import MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
 from zero2all.predict.memory_report import memory_report

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zero2all.config import load_config
 from zero2all.config.training import OptimConfig
-from zero2all.estimate.cards import named_card
 from zero2all.estimate.flops import compute_mfu, flops_per_token, recomputed_flops_per_token
+from zero2all.estimate.gpus import named_card
 from zero2all.estimate.memory import (
     GIB,
     MemorySettings,

@@ -10,7 +10,7 @@ import pytest
 from zero2all.common.errors import UsageError
 from zero2all.estimate.machine import named_cluster
 from zero2all.estimate.memory import MemorySettings
-from zero2all.estimate.step import predict_step, stage_blocks
+from zero2all.estimate.step import PassOrder, predict_step, stage_blocks
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.ops.footprint import Footprint
 from zero2all.ops.registry import TAKEN_ON_A_GPU, footprints
@@ -93,7 +93,7 @@ def test_the_network_exposes_what_nvlink_hides():
 
 def test_a_graph_takes_the_host_away():
     small = settings(micro_batch_samples=1)
-    eager, captured = predict_step(DENSE, small, H200), predict_step(DENSE, small, H200, cuda_graph=True)
+    eager, captured = predict_step(DENSE, small, H200), predict_step(DENSE, small, H200, PassOrder(cuda_graph=True))
     assert eager.seconds("host") > 0
     assert captured.seconds("host") == 0
     assert eager.estimate - eager.seconds("host") == pytest.approx(captured.estimate)
@@ -102,11 +102,11 @@ def test_a_graph_takes_the_host_away():
 def test_schedules_are_ordered_by_their_bubbles():
     piped = settings(pipeline=4)
     bubbles = [
-        predict_step(DENSE, piped, H200, schedule, chunks).seconds("bubble")
+        predict_step(DENSE, piped, H200, PassOrder(schedule, chunks)).seconds("bubble")
         for schedule, chunks in (("zero_bubble", 1), ("interleaved", 2), ("1f1b", 1))
     ]
     assert bubbles == sorted(bubbles)
-    assert predict_step(DENSE, piped, H200, "gpipe").seconds("bubble") == bubbles[-1]
+    assert predict_step(DENSE, piped, H200, PassOrder("gpipe")).seconds("bubble") == bubbles[-1]
 
 
 def test_the_cut_into_stages_has_the_cheapest_dearest_stage():
@@ -127,6 +127,6 @@ def test_the_data_sheet_of_an_h200_comes_within_a_tenth_of_measurements(
 ):
     """benchmarks/results/ablation.json, z2all-1b; the interval has to hold them too."""
     here = settings(micro_batch_samples=samples, passes=passes, operators=operators)
-    step = predict_step(DENSE, here, H200, cuda_graph=graph)
+    step = predict_step(DENSE, here, H200, PassOrder(cuda_graph=graph))
     assert step.estimate == pytest.approx(measured, rel=0.1)
     assert step.interval[0] <= measured <= step.interval[1]

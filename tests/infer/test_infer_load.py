@@ -228,6 +228,8 @@ def test_newest_checkpoint_is_taken_and_an_older_one_on_request(trained, trained
     older = load_run(trained_workspace, "tiny", 15)
     assert older.step == 15
     assert not torch.equal(older.model.embedding.weight, trained.model.embedding.weight)
+    with pytest.raises(BadInputError, match=r"no run.*tiny"):
+        load_run(trained_workspace, "tony")
 
 
 def test_untrained_model_is_the_one_training_starts_from(trained_workspace, tiny_config):
@@ -265,6 +267,8 @@ def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
         assert words in shown
     run = RunReader(copied.run("tiny"))
     accuracy = report["probes"]["channels"]["zh"]["groups"]["capital"]["accuracy"]
-    assert run.series("eval/probes/zh/accuracy/capital").value.tolist()[-1] == accuracy
+    points = run.series("eval/probes/zh/accuracy/capital")
+    assert (points.value[-1], points.tokens[-1]) == (accuracy, loaded.tokens)
+    assert loaded.tokens > 0
     assert run.series("loss").step[-1] == 30, "the training curve is as it was"
     assert run.status.attempt == 1

@@ -13,8 +13,7 @@ import pytest
 from zero2all.common.cores import cpu_numbers, quota_cores
 from zero2all.measure.doctor import finding, host
 from zero2all.measure.doctor.finding import worst
-from zero2all.measure.doctor.gpus import grade_topology, look_at_gpus, look_at_links
-from zero2all.measure.doctor.nvidia_smi import parse_report, parse_topology
+from zero2all.measure.doctor.gpus import grade_topology, look_at_gpus, look_at_links, parse_report, parse_topology
 from zero2all.measure.doctor.software import look_at_environment, look_at_kernels, look_at_versions
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zero2all.measure.doctor.gpus import grade_topology
-from zero2all.measure.doctor.nvidia_smi import parse_topology
+from zero2all.measure.doctor.gpus import grade_topology, parse_topology
 
 LEGEND = """
 Legend:

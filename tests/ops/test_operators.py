@@ -36,7 +36,7 @@ CPU = OpContext("cpu")
 
 def implementations(operator, context=CPU):
     """The test runs once per implementation that can run in that context."""
-    names = [one.name for one in OPERATORS[operator] if one.probe(context) is None]
+    names = [one.name for one in OPERATORS[operator] if one.check(context) is None]
     assert names
     functions = [getattr(resolve(OpsConfig(**{operator: name}), context), operator) for name in names]
     return pytest.mark.parametrize("function", functions, ids=names)
@@ -96,7 +96,7 @@ def test_the_last_queries_of_long_sequences_on_a_gpu_see_all_keys_before_them():
 
 
 @pytest.mark.parametrize(
-    "name", [one.name for one in OPERATORS["attention"] if one.probe(OpContext("cpu", documents=True)) is None]
+    "name", [one.name for one in OPERATORS["attention"] if one.check(OpContext("cpu", documents=True)) is None]
 )
 @dtypes()
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, _choos
 CPU, CUDA = OpContext("cpu"), OpContext("cuda", dtype=torch.bfloat16)
 PLAIN = Implementation("plain", lambda: "plain")
 FAST = Implementation(
-    "fast", lambda: "fast", probe=lambda where: None if where.device == "cuda" else f"no kernel for {where.device}"
+    "fast", lambda: "fast", check=lambda where: None if where.device == "cuda" else f"no kernel for {where.device}"
 )
 OPAQUE = Implementation("opaque", lambda: "opaque", compile_safe=False)
 EVERY = [(operator, one) for operator, implementations in OPERATORS.items() for one in implementations]
@@ -46,7 +46,7 @@ def pretend_packages(monkeypatch, there: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine with a GPU and all packages, as far as probes look."""
+    """A machine with a GPU and all packages, as far as checks look."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(flash_packages, "problem_in_trial", lambda *_: None)
@@ -63,9 +63,9 @@ def kernels():
     return importlib.import_module("zero2all.ops.kernels.linear")
 
 
-def probe(operator: str, name: str, context: OpContext) -> str | None:
+def check(operator: str, name: str, context: OpContext) -> str | None:
     (found,) = [one for one in OPERATORS[operator] if one.name == name]
-    return found.probe(context)
+    return found.check(context)
 
 
 # ---- what there is -------------------------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ def test_the_guide_lists_them_in_the_order_in_which_auto_tries_them():
 
 @every_implementation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_probe_says_in_words_what_keeps_it_from_the_cpu(operator, implementation, dtype):
+def test_check_says_in_words_what_keeps_it_from_the_cpu(operator, implementation, dtype):
     for others in ({}, {"documents": True}, {"z_loss": True}, {"dropout": True}, {"head_size": 33}, {"compiled": True}):
-        problem = implementation.probe(OpContext("cpu", dtype=dtype, **others))
+        problem = implementation.check(OpContext("cpu", dtype=dtype, **others))
         assert problem is None or (len(problem.split()) > 3 and not problem.endswith("."))
 
 
@@ -100,7 +100,7 @@ def test_every_operator_has_a_reference_that_runs_anywhere():
     odd = OpContext("cpu", torch.float64, hidden_size=MAX_ROW + 1, head_size=7, documents=True, z_loss=True)
     for operator, implementations in OPERATORS.items():
         for context in (odd, dataclasses.replace(odd, device="cuda")):
-            assert any(one.probe(context) is None for one in implementations), operator
+            assert any(one.check(context) is None for one in implementations), operator
 
 
 # ---- what is taken -------------------------------------------------------------------------------------------------
@@ -110,14 +110,14 @@ def test_auto_takes_the_first_of_each_operator_that_runs_on_the_cpu():
     ops = resolve(OpsConfig(), "cpu")
     assert [choice.operator for choice in ops.choices] == list(OPERATORS)
     for choice in ops.choices:
-        first = next(one for one in OPERATORS[choice.operator] if one.probe(CPU) is None)
+        first = next(one for one in OPERATORS[choice.operator] if one.check(CPU) is None)
         assert choice == Choice(choice.operator, "auto", first.name, "the first that runs on cpu")
         assert getattr(ops, choice.operator) is first.function
 
 
 @every_implementation
-def test_named_implementation_is_taken_or_refused_with_the_reason_of_its_probe(operator, implementation):
-    config, problem = OpsConfig(**{operator: implementation.name}), implementation.probe(CPU)
+def test_named_implementation_is_taken_or_refused_with_the_reason_of_its_check(operator, implementation):
+    config, problem = OpsConfig(**{operator: implementation.name}), implementation.check(CPU)
     if problem is not None:
         with pytest.raises(UsageError) as refusal:
             resolve(config, "cpu")
@@ -222,7 +222,7 @@ def test_kernels_say_at_once_which_size_they_cannot_take(hopper):
     # The same kernels take what fits.
     fits = cuda(hidden_size=512, intermediate_size=1408, head_size=64, heads=8, kv_heads=4)
     for operator, name in (("rms_norm", "triton"), ("attention", "sdpa_cudnn"), ("linear", "fp8")):
-        assert probe(operator, name, fits) is None
+        assert check(operator, name, fits) is None
 
 
 @pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_flash", "fa3", "fa4"])
@@ -250,7 +250,7 @@ def test_swiglu_in_epilogues_is_taken_only_where_the_matmuls_around_it_are_ours(
 
 
 def test_softmax_in_epilogues_says_what_it_wants(hopper, monkeypatch):
-    assert probe("linear_cross_entropy", "quack", CUDA) is None
+    assert check("linear_cross_entropy", "quack", CUDA) is None
     assert "multiples of 64" in refusal(dataclasses.replace(CUDA, vocab_size=1000), linear_cross_entropy="quack")
     assert "the model is float16" in refusal(
         dataclasses.replace(CUDA, dtype=torch.float16), linear_cross_entropy="quack"

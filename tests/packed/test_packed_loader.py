@@ -239,7 +239,7 @@ def reading_processes(of: int) -> list[psutil.Process]:
 def test_a_reader_that_is_killed_is_replaced_and_no_batch_is_lost_or_changed(data):
     said: list[str] = []
     options = LoaderOptions(reader_kind="process", prefetch_steps=1)
-    loader = Loader(data, STEP, 0, 6, options, on_problem=said.append)
+    loader = Loader(data, STEP, 0, 6, dataclasses.replace(options, on_problem=said.append))
     killed = 0
     for number, batch in enumerate(loader):
         assert np.array_equal(batch.tokens, read_batch(data, number * STEP, SAMPLES).tokens)
@@ -256,7 +256,7 @@ def test_a_reader_that_is_killed_is_replaced_and_no_batch_is_lost_or_changed(dat
 def test_readers_that_keep_dying_end_the_run_with_the_way_on(data, monkeypatch):
     monkeypatch.setattr(readers_module, "START", "import os; os.kill(os.getpid(), 9)")
     said: list[str] = []
-    loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process"), on_problem=said.append)
+    loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process", on_problem=said.append))
     with pytest.raises(BadInputError, match=r"4 times in a row .*SIGKILL.*data\.reader_kind to thread"):
         next(iter(loader))
     assert len(said) == readers_module.RETRIES

@@ -16,9 +16,8 @@ from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import read_batch
 from zero2all.packed.mixture import open_training_data
 from zero2all.packed.shard_format import open_split
-from zero2all.packed.show import Origins, sample_at, split_sample
+from zero2all.packed.show import Origins, packed_stats, sample_at, split_sample
 from zero2all.packed.stages import Stage
-from zero2all.packed.stats import packed_stats
 from zero2all.packed.writer import pack_corpus
 from zero2all.tokenizer import load_tokenizer
 

@@ -77,14 +77,14 @@ def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_
     for name in (0, 1, 1.5):
         assert isinstance(found[name], UsageError)
         assert str(found[name]).startswith(
-            f"Rank 1 came twice: from {socket.gethostname()} (process {os.getpid()}) and "
+            f"Rank 1 connected twice: from {socket.gethostname()} (process {os.getpid()}) and "
         )
 
 
 def test_one_that_comes_when_the_run_has_begun_ends_alone():
     found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), late=[1])
     assert [found[rank] for rank in range(3)] == [None] * 3
-    assert str(found[1.5]).startswith("Rank 1 came twice: from ")
+    assert str(found[1.5]).startswith("Rank 1 connected twice: from ")
 
 
 @pytest.fixture

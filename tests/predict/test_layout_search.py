@@ -10,7 +10,7 @@ import pytest
 from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config import config_yaml, load_config
-from zero2all.estimate.cards import named_card
+from zero2all.estimate.gpus import named_card
 from zero2all.estimate.machine import named_cluster
 from zero2all.measure.verify import measure_candidates
 from zero2all.parallel.check import check_spread

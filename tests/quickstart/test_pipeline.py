@@ -31,7 +31,7 @@ SMALL = [
     *("--model.heads", "2", "--model.kv_heads", "1"),
     *("--train.steps", "40", "--train.tokens_per_step", "512", "--train.micro_batch_samples", "2"),
     *("--schedule.warmup_steps", "4", "--checkpoint.every_steps", "7"),
-    *("--eval.every_steps", "20", "--eval.valid_tokens_per_source", "512"),
+    *("--validation.every_steps", "20", "--validation.tokens_per_source", "512"),
 ]
 SIZE = WorldSize(bytes_per_language=120_000, code_bytes=400_000)
 RUN = f"""

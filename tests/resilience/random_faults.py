@@ -250,7 +250,7 @@ class Trial:
         config = small_config(
             train={"name": RUN, "steps": STEPS},
             checkpoint=self.checkpoint,
-            eval={"every_steps": 12, "valid_tokens_per_source": 128},
+            validation={"every_steps": 12, "tokens_per_source": 128},
             guards=GUARDS,
             resilience={"memory_every_steps": self.memory_every, "memory_folder": str(self.folder / "ram")},
         )

@@ -81,7 +81,7 @@ SECTIONS = {
     "model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
     "train": {"steps": STEPS},
     "checkpoint": {"every_steps": 5},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "validation": {"every_steps": 0, "tokens_per_source": 128},
     "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 2},
 }
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 STEPS = 1500
 SECTIONS = {
     "model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "validation": {"every_steps": 0, "tokens_per_source": 128},
 }
 
 

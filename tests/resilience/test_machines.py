@@ -76,6 +76,7 @@ LOOP = """
 """
 MACHINE = """
     import sys
+    from zero2all.common.progress import show_log
     from zero2all.common.secret import run_secret
     from zero2all.parallel.launch import run_processes
     from zero2all.parallel.nodes import Nodes
@@ -84,6 +85,7 @@ MACHINE = """
     from zero2all.resilience.supervisor import Watch
     import json, pathlib
 
+    show_log()
     job = json.loads(sys.argv[1])
     folder = pathlib.Path(job["folder"])
     usual = {"limits": {"step": 60.0}, "node_silence_seconds": 20.0, "join_after_seconds": 0.5}
@@ -301,7 +303,8 @@ def test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them
     assert "did not come within 5 s: 1, 3" in second.said() + twice.said()
     pids = sorted((second.pid, twice.pid))
     said = re.search(
-        r"Machine 2 came twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)", second.said() + twice.said()
+        r"Machine 2 connected twice: from .* \(process (\d+)\) and from .* \(process (\d+)\)",
+        second.said() + twice.said(),
     )
     assert said
     assert sorted(map(int, said.groups())) == pids

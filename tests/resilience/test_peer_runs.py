@@ -25,7 +25,7 @@ STEPS = 14
 SECTIONS = {
     "train": {"steps": STEPS},
     "checkpoint": {"every_steps": 5},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 128},
+    "validation": {"every_steps": 0, "tokens_per_source": 128},
     "parallel": {"device": "cpu", "cpu_threads": 1, "processes": 1, "zero": 1},
     "resilience": {"supervise": True, "peers": 1, "memory_every_steps": 2},
 }

@@ -88,7 +88,7 @@ def test_random_faults_leave_the_bits_of_the_undisturbed_run(work, tmp_path):
         model={"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
         train={"steps": 10_000_000},
         checkpoint={"every_steps": 500},
-        eval={"every_steps": 0, "valid_tokens_per_source": 128},
+        validation={"every_steps": 0, "tokens_per_source": 128},
         parallel={"device": "cpu", "cpu_threads": 1, "processes": min(4, os.cpu_count() or 1)},
         resilience={"supervise": True, "limits": LIMITS, "memory_every_steps": 50},
     )

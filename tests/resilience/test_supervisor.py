@@ -23,8 +23,8 @@ from zero2all.parallel.launch import run_processes
 from zero2all.resilience import heartbeat
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import RankFacts
+from zero2all.resilience.failure_page import Failure
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
-from zero2all.resilience.page import Failure
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 
@@ -305,9 +305,11 @@ def test_a_deadline_may_be_a_time_of_day_and_must_lie_ahead():
 SUPERVISED = """
 import sys
 from pathlib import Path
+from zero2all.common.progress import show_log
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.supervisor import Watch
+show_log()
 sys.exit(run_processes(2, sys.argv[2:], Watch(ResilienceConfig(), Path(sys.argv[1])), module=False))
 """
 

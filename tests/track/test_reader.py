@@ -315,23 +315,23 @@ def test_every_axis_has_its_own_x(tmp_path):
             run.log({"loss": 1.0, "flops": 1e18 * step}, step=step, tokens=100 * step)
         run.log({"eval/score": 0.5}, step=5, tokens=500)
     reader = RunReader(tmp_path)
-    assert reader.buckets("loss").x.tolist() == list(range(1, 11))
-    assert reader.buckets("loss", axis="tokens").x.tolist() == list(range(100, 1100, 100))
-    assert reader.buckets("eval/score", axis="flops").x.tolist() == [5e18]
-    assert reader.buckets("loss", axis="time").x.tolist() == reader.series("loss").time.tolist()
-    assert reader.buckets("loss", low=3, high=5).x.tolist() == [3, 4, 5]
-    assert len(reader.buckets("absent")) == 0
+    assert reader.bins("loss").x.tolist() == list(range(1, 11))
+    assert reader.bins("loss", axis="tokens").x.tolist() == list(range(100, 1100, 100))
+    assert reader.bins("eval/score", axis="flops").x.tolist() == [5e18]
+    assert reader.bins("loss", axis="time").x.tolist() == reader.series("loss").time.tolist()
+    assert reader.bins("loss", low=3, high=5).x.tolist() == [3, 4, 5]
+    assert len(reader.bins("absent")) == 0
     with pytest.raises(ValueError, match="axis"):
-        reader.buckets("loss", axis="weight")  # type: ignore[arg-type]
+        reader.bins("loss", axis="weight")  # type: ignore[arg-type]
 
 
-def test_smoothing_comes_before_the_buckets_and_does_not_depend_on_the_zoom(tmp_path):
+def test_smoothing_comes_before_the_bins_and_does_not_depend_on_the_zoom(tmp_path):
     with MetricsWriter(tmp_path) as run:
         for step in range(1000):
             run.log({"loss": float(step % 2)}, step=step)
     reader = RunReader(tmp_path)
-    whole = reader.buckets("loss", smoothing=51, count=2000).smooth
-    zoomed = reader.buckets("loss", low=500, high=520, smoothing=51).smooth
+    whole = reader.bins("loss", smoothing=51, count=2000).smooth
+    zoomed = reader.bins("loss", low=500, high=520, smoothing=51).smooth
     assert whole is not None
     assert zoomed is not None
     assert whole[500:521].tolist() == zoomed.tolist()

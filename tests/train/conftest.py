@@ -38,7 +38,7 @@ SMALL: dict[str, Any] = {
     "optim": {"lr_max": 0.01},
     "schedule": {"warmup_steps": 3},
     "checkpoint": {"every_steps": 3},
-    "eval": {"every_steps": 4, "valid_tokens_per_source": 256},
+    "validation": {"every_steps": 4, "tokens_per_source": 256},
     "parallel": {"device": "cpu", "cpu_threads": 1},
     # tests/resilience has the supervisor, whose processes import torch anew; test_train_memory.py has the others
     "resilience": {"supervise": False, "memory_every_steps": 0},

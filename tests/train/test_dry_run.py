@@ -8,8 +8,7 @@ from zero2all.config import load_config
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.config import ParallelConfig
-from zero2all.train.dry_run import parallel_notes
-from zero2all.train.plan import processes_of
+from zero2all.train.plan import parallel_notes, processes_of
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def chaos_config(config, name, guards=None, **parallel):
         model=NO_DROPOUT,
         train={"name": name, "steps": STEPS, "tokens_per_step": STEP_TOKENS, "precision": "float64"},
         checkpoint={"every_steps": 4},
-        eval={"every_steps": 0, "valid_tokens_per_source": 128},
+        validation={"every_steps": 0, "tokens_per_source": 128},
         guards=guards or {},
         parallel=parallel,
     )

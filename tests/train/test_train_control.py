@@ -43,7 +43,7 @@ def settings(config, name, **data):
         data=data,
         train={"name": name, "steps": STEPS, "tokens_per_step": STEP_TOKENS, "precision": "float64"},
         checkpoint={"every_steps": 0},
-        eval={"every_steps": 0, "valid_tokens_per_source": 128},
+        validation={"every_steps": 0, "tokens_per_source": 128},
     )
 
 

@@ -199,7 +199,7 @@ def ranks(warm, work, tmp_path):
 
 
 def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended(work, config):
-    settings = config(checkpoint={"every_steps": 0}, eval={"every_steps": 0})
+    settings = config(checkpoint={"every_steps": 0}, validation={"every_steps": 0})
     shard = work.packed / "zh/train/tokens-00000.bin"
     content = shard.read_bytes()
     flip(shard)
@@ -217,7 +217,7 @@ def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_me
 
 def test_damage_that_one_of_two_processes_finds_ends_both_and_rank_0_reports_it(work, config, ranks):
     flip(work.packed / "en/train/tokens-00000.bin")  # files are dealt out by name, so it falls to the second
-    launch = ranks(config(train={"steps": 100_000}, checkpoint={"every_steps": 0}, eval={"every_steps": 0}), 2)
+    launch = ranks(config(train={"steps": 100_000}, checkpoint={"every_steps": 0}, validation={"every_steps": 0}), 2)
     assert launch.wait() == [3, 10], launch.text()
     said = " ".join(launch.trainers[0].text().split())
     assert re.search(r"Rank 1 on \S+: \S*en/train/tokens-00000\.bin has changed since it was written", said), said

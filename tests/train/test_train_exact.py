@@ -78,7 +78,7 @@ def spread_config(config, name, zero=3, precision="float64", micro=2, save_every
         optim=optim or {},
         checkpoint={"every_steps": save_every},
         # 4 passes, which 3 processes do not divide
-        eval={"every_steps": 6, "valid_tokens_per_source": 128, "batch_samples": 2},
+        validation={"every_steps": 6, "tokens_per_source": 128, "batch_samples": 2},
         parallel={"zero": zero, **parallel},
     )
 
@@ -214,7 +214,7 @@ def test_two_processes_go_back_together_and_leave_the_same_data_out(ranks, lab, 
             model=NO_DROPOUT,
             train={"name": name, "steps": 16, "tokens_per_step": 160, "precision": "float64"},
             checkpoint={"every_steps": 4},
-            eval={"every_steps": 0},
+            validation={"every_steps": 0},
             guards={
                 "spike_window_steps": 8,
                 "spike_min_steps": 8,
@@ -275,7 +275,7 @@ def quiet(_text):
 
 def test_float16_skips_and_halves_where_gradients_overflow_and_resumes_exactly(work, config, monkeypatch, after_step):
     less = {"tokens_per_step": 64, "precision": "float16"}  # the CPU takes its time over float16
-    settings = config(train=less, eval={"every_steps": 0, "valid_tokens_per_source": 32})
+    settings = config(train=less, validation={"every_steps": 0, "tokens_per_source": 32})
     monkeypatch.setattr(state_module, "FIRST_SCALE", 2.0**20)  # too large for this model
     monkeypatch.setattr(state_module, "GROWTH_STEPS", 3)
     train_step, seen = trainer.train_step, []
@@ -426,7 +426,7 @@ def test_positions_changed_by_a_stage_survive_a_resume(work, config, after_step)
 def test_a_run_of_60_steps_killed_five_times_ends_with_the_bits_of_the_run_left_alone(ranks, lab, config):
     def settings(name):
         length = {"name": name, "steps": 60}
-        return config(train=length, checkpoint={"every_steps": 4}, eval={"every_steps": 25})
+        return config(train=length, checkpoint={"every_steps": 4}, validation={"every_steps": 25})
 
     ranks.finished(settings("left alone"))
     rng = random.Random(7)

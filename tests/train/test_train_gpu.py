@@ -23,7 +23,7 @@ from zero2all.track.reader import read_run
 from zero2all.train import trainer
 from zero2all.train.build import op_context
 from zero2all.train.guards.detector import StepLimits
-from zero2all.train.hooks.update_ratios import UpdateRatios
+from zero2all.train.hooks.reports import UpdateRatios
 from zero2all.train.micro_batch import choose_micro_batch
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data
@@ -197,7 +197,7 @@ def test_a_run_goes_on_after_a_save_and_validates(config, work):
 
 
 def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_and_saved_too(config, work):
-    settings = {"parallel": {"device": "cuda"}, "eval": {"every_steps": 4}, "checkpoint": {"every_steps": 6}}
+    settings = {"parallel": {"device": "cuda"}, "validation": {"every_steps": 4}, "checkpoint": {"every_steps": 6}}
     train(config(train={"steps": 16}, **settings), work, say=lambda _: None)
     series = read_run(work.run("run")).series
     parts = sum(series[f"time/{part}"].value for part in ("data_wait", *PARTS, "other"))
@@ -216,7 +216,7 @@ def test_rows_are_stamped_with_the_end_of_their_steps_also_where_the_host_reads_
         return pending
 
     monkeypatch.setattr(trainer, "train_step", held_up)
-    settings = {"parallel": {"device": "cuda"}, "eval": {"every_steps": 6}, "checkpoint": {"every_steps": 0}}
+    settings = {"parallel": {"device": "cuda"}, "validation": {"every_steps": 6}, "checkpoint": {"every_steps": 0}}
     train(config(train={"steps": 12}, **settings), work, say=lambda _: None)
     row_times = read_run(work.run("run")).series["time/step"]
     between = np.diff(row_times.time)

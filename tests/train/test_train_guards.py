@@ -60,7 +60,7 @@ SETTINGS = {
     "optim": {"lr_max": 0.01},
     "schedule": {"warmup_steps": 10},
     "checkpoint": {"every_steps": 20},
-    "eval": {"every_steps": 0, "valid_tokens_per_source": 2048},
+    "validation": {"every_steps": 0, "tokens_per_source": 2048},
     "parallel": {"device": "cpu", "cpu_threads": 1},
     "resilience": {"supervise": False, "memory_every_steps": 0},
 }

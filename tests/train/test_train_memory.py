@@ -52,7 +52,7 @@ def settings(config, ram: Path, name: str, every: int = 1, resilience=None, chec
     return config(
         train={"name": name, "steps": STEPS, "tokens_per_step": 160},
         checkpoint=checkpoint or {"every_steps": 5},
-        eval={"every_steps": 0, "valid_tokens_per_source": 128},
+        validation={"every_steps": 0, "tokens_per_source": 128},
         resilience={"memory_every_steps": every, "memory_folder": str(ram), **(resilience or {})},
         parallel=parallel,
     )

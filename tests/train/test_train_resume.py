@@ -21,7 +21,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 
 STEPS = 24
-LENGTH = {"train": {"steps": STEPS}, "checkpoint": {"every_steps": 3}, "eval": {"every_steps": 8}}
+LENGTH = {"train": {"steps": STEPS}, "checkpoint": {"every_steps": 3}, "validation": {"every_steps": 8}}
 FILES = ("model-00000-00000.safetensors", "optimizer-00000-00000.safetensors", "state.json")
 NO_DROPOUT = {"model": {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}}
 

@@ -15,7 +15,7 @@ import pytest
 from zero2all.common.signals import TOGETHER_SECONDS, StopRequest, stop_requests
 from zero2all.train.checkpoints.find import newest_checkpoint
 
-LONG = {"train": {"steps": 100_000}, "checkpoint": {"every_steps": 0}, "eval": {"every_steps": 0}}
+LONG = {"train": {"steps": 100_000}, "checkpoint": {"every_steps": 0}, "validation": {"every_steps": 0}}
 SUPERVISED = {"resilience": {"supervise": True}}  # as `z2a train` is by default
 
 

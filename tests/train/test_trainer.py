@@ -15,7 +15,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import AnomalyError, BadInputError, RunLockedError, UsageError
 from zero2all.common.files import crc32c_of
 from zero2all.config import load_config
-from zero2all.config.training import EvalConfig
+from zero2all.config.training import ValidationConfig
 from zero2all.estimate.flops import flops_per_token
 from zero2all.infer.load import load_run
 from zero2all.packed.shard_format import open_split
@@ -163,7 +163,7 @@ def test_a_checkpoint_has_its_held_out_loss_and_the_lowest_one_stays(work, confi
         optim={"lr_max": 0.02},
         schedule={"kind": "constant"},
         checkpoint={"every_steps": 2},
-        eval={"every_steps": 2},
+        validation={"every_steps": 2},
         stages=[{"name": "hot", "from_step": 4, "schedule": {"lr_max": 20.0, "warmup_steps": 8}}],
     )
     notes: list[str] = []
@@ -339,7 +339,7 @@ def test_settings_that_cannot_change_the_result_may_change(work, config):
     train(config(train={"steps": 3}), work, say=quiet)
     free = config(
         train={"steps": 3},
-        eval={"every_steps": 1},
+        validation={"every_steps": 1},
         track={"log_every_steps": 3},
         checkpoint={"every_steps": 1, "keep_last": 5},
         guards={"max_skips_in_a_row": 3},
@@ -468,8 +468,8 @@ def test_a_stage_changes_the_mixture_at_its_step(work, config):
 def test_held_out_loss_is_that_of_the_first_held_out_samples_without_dropout(work, config):
     context, state = prepared_run(config(), work)
     model = state.model
-    options = EvalConfig(valid_tokens_per_source=96, batch_samples=2)
-    settings = dataclasses.replace(context.config, eval=options)
+    options = ValidationConfig(tokens_per_source=96, batch_samples=2)
+    settings = dataclasses.replace(context.config, validation=options)
     found = held_out_metrics(held_out_scores(model, context.valid, settings))
     assert model.training  # as it was before
     assert held_out_metrics(held_out_scores(model, context.valid, settings)) == found

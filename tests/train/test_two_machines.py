@@ -235,7 +235,7 @@ def named(programs: list[Program], *texts: str) -> None:
 def test_other_settings_and_a_rank_that_comes_twice_are_named_at_once(start: Start):
     named([start(0), start(1, "--optim.lr_max", "0.02")], *["rank 1 on ", "optim.lr_max 0.02 instead of 0.01"])
     one, other = start(1, WORLD_SIZE=3, MASTER_PORT=PORT + 1), start(1, WORLD_SIZE=3, MASTER_PORT=PORT + 1)
-    named([start(0, WORLD_SIZE=3, MASTER_PORT=PORT + 1), one, other], *["Rank 1 came twice: from "] * 3)
+    named([start(0, WORLD_SIZE=3, MASTER_PORT=PORT + 1), one, other], *["Rank 1 connected twice: from "] * 3)
 
 
 @pytest.mark.slow

@@ -41,9 +41,6 @@ def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunC
     return load_config(run if run.exists() else arguments.config, arguments.overrides), run.exists()
 
 
-# ---- looking --------------------------------------------------------------------------------------------------
-
-
 @verb(
     """
     data show: print a sample: its documents, where each begins and ends, and where it came from
@@ -111,7 +108,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _stats(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
     from zero2all.packed.remote import packed_root
-    from zero2all.packed.stats import packed_stats
+    from zero2all.packed.show import packed_stats
     from zero2all.train.run_data import open_run_data
 
     workspace = workspace_of(arguments)
@@ -179,9 +176,6 @@ def _verify(arguments: argparse.Namespace) -> None:
         lines = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, 1))
         raise BadInputError(f"The packed data in {workspace.packed} is damaged:\n{lines}\nRun `z2a pack` again.")
     tell(f"{workspace.packed}: {human_bytes(total)}, no damage found")
-
-
-# ---- in and out -----------------------------------------------------------------------------------------------
 
 
 @verb("""

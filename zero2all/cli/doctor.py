@@ -122,7 +122,7 @@ def _check_ranks(arguments: argparse.Namespace) -> int:
         from zero2all.parallel.launch import run_processes
 
         return run_processes(arguments.ranks, arguments.command_line)
-    from zero2all.measure.doctor.ranks import check_ranks
+    from zero2all.measure.doctor.checkup import check_ranks
 
     found = check_ranks()
     bad = {**found.slow, **found.broken}

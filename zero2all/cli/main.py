@@ -34,6 +34,7 @@ from zero2all.common.errors import (
     is_disk_full,
     is_out_of_memory,
 )
+from zero2all.common.progress import show_log
 
 EPILOG = """\
 start here:
@@ -49,7 +50,7 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
 MODULES = {
     **{"help": "overview", "quickstart": "quickstart", "corpus": "corpus", "tokenizer": "tokenizer", "pack": "data"},
     **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
-    **{"chaos": "chaos", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
+    **{"chaos": "train", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
     **{"export": "exchange", "import": "exchange", "perf": "perf", "doctor": "doctor"},
 }
@@ -80,6 +81,7 @@ def main(words: list[str] | None = None) -> int:
     _open_closed_streams()
     outlive_readers()  # first: it makes new streams where those of a forked rank have become pipes
     show_what_the_encoding_lacks()
+    show_log()
     code, message = _run(words)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if words is None else ():
         signal.signal(number, signal.SIG_IGN)  # this is the end, and another Ctrl-C must not change its exit code

@@ -55,7 +55,7 @@ def print_overview() -> None:
 
 
 def _here() -> list[str]:
-    """Where this folder stands: in the workspace that the environment names, in one, or above some."""
+    """What to say of this folder: it is in the workspace that the environment names, in another one, or above one."""
     named = default_work()
     if named is not None:
         return _standing(named) if is_workspace(named) else _nothing_named(named)

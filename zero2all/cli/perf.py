@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli import perf_calculators, perf_explain, perf_memory, perf_plan, perf_predict
+from zero2all.cli import perf_calculators, perf_predict
 from zero2all.cli.verb import TYPES, amount, count, duration, group, share, verb, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -30,7 +30,7 @@ RENAMED = {
 }
 """A verb of before -> the command that does it now, or the program in the repository."""
 
-OTHER_VERBS = (perf_calculators, perf_explain, perf_memory, perf_plan, perf_predict)
+OTHER_VERBS = (perf_calculators, perf_predict)
 """The files that declare the verbs which are not declared here."""
 TYPES.update(duration=duration, amount=amount)
 

@@ -10,17 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import (
-    AMOUNT,
-    COUNT,
-    TAKES_FIELDS,
-    TIME,
-    amount,
-    count,
-    duration,
-    verb,
-    write_json_result,
-)
+from zero2all.cli.verb import AMOUNT, COUNT, TAKES_FIELDS, TIME, amount, count, duration, verb, write_json_result
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
@@ -169,10 +159,7 @@ EXAMPLES = {
         "z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
     ),
 }
-SHAPE_SWITCHES = (
-    "--tied  the head is the embedding",
-    "--gpt  GPT: biases, learned positions, tied head",
-)
+SHAPE_SWITCHES = ("--tied  the head is the embedding", "--gpt  GPT: biases, learned positions, tied head")
 
 
 def _declare(name: str) -> None:
@@ -363,11 +350,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     found = counted(model, str(arguments.model), config.data.seq_len)
     saved = checkpoint_bytes(model, optim.kind, config.train.precision, optim.bf16_rounding == "kahan")
     return replace(
-        found,
-        step_tokens=step,
-        run_tokens=step * config.train.steps,
-        checkpoint_bytes=saved,
-        optimizer=optim.kind,
+        found, step_tokens=step, run_tokens=step * config.train.steps, checkpoint_bytes=saved, optimizer=optim.kind
     )
 
 

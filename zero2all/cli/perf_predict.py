@@ -1,17 +1,265 @@
-"""`z2a perf calibrate` and `predict`, which also checks a prediction by real steps."""
+"""`z2a perf explain`, `memory`, `plan`, `calibrate`, and `predict`, which also checks a prediction by real steps."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING
 
+from zero2all.cli.runs import open_run
+from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import share, verb, write_json_result
+from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 
 if TYPE_CHECKING:
+    from zero2all.estimate.gpus import Card
     from zero2all.estimate.machine import Machine
     from zero2all.measure.calibrate import Calibration
+    from zero2all.measure.explain import Explanation
+    from zero2all.predict.layout_search import LayoutPlan
+    from zero2all.predict.memory_report import MemoryReport
     from zero2all.predict.step_prediction import Prediction
+
+
+@verb("""
+    perf explain: say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions
+
+    ANY_RUN
+    --card-gib N:float>0  memory of the card, where the run did not record it
+    JSON
+
+    z2a perf explain my-run
+    """)
+def _explain(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.measure.explain import as_json, explain
+    from zero2all.measure.run_record import read_record
+
+    with open_run(arguments.run, arguments) as run:
+        explanation = explain(read_record(run.folder, arguments.card_gib))
+        if not write_json_result(arguments.json, as_json(explanation)):
+            print(t(explanation.limit))
+            for number, finding in enumerate(explanation.findings, 1):
+                share = f" ({100 * finding.share:.1f} %)" if finding.share else ""
+                print(f"\n{number}. {t(finding.what)}{share}: {t(finding.evidence)}")
+                print(f"   {t('advice:')} {t(finding.change)}\n   {t('expected gain:')} {t(finding.worth)}")
+            print()
+            if explanation.record.account.total_seconds:
+                print_goodput(explanation.record.account)
+            for title, rows in _explain_tables(explanation):
+                print_table(rows, title)
+
+
+def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]]]:
+    record = explanation.record
+    tables = []
+    if step := sum(record.parts.values()):
+        rows = [["part of a step", "ms", "%"]]
+        parts = sorted(record.parts.items(), key=lambda part: -part[1])
+        rows += [[t(name), f"{1e3 * spent:,.3f}", f"{100 * spent / step:.1f}"] for name, spent in parts]
+        tables.append(("mean of steady steps (without the first rows of each start)", rows))
+    tables.append(("speed and memory", [["figure", "value", "convention"], *_figure_rows(explanation)]))
+    if record.missing:
+        tables.append(("not in this run's record", [["what is missing"], *([t(each)] for each in record.missing)]))
+    return tables
+
+
+def _figure_rows(explanation: Explanation) -> list[list[str]]:
+    record, rows = explanation.record, []
+    if record.speed is not None:
+        speed = record.speed
+        rows.append(
+            [t("tokens/s"), f"{speed.value:,.0f} ± {speed.error:,.0f}", t("all processes, median of steady steps")]
+        )
+        if record.flops is not None:
+            for name, flops in record.flops.items():
+                achieved = f"{speed.value * flops / record.processes / 1e12:,.4g} TFLOP/s"
+                mfu = record.mfu(name)
+                share = "" if mfu is None else f", MFU {mfu:.1%}"
+                rows.append([t("model FLOPs"), achieved + share, t(f"{name}, per device, {flops:.4g} FLOP a token")])
+    for name in ("allocated", "peak", "reserved"):
+        if (size := record.memory(name)) is not None:
+            share = "" if record.card_bytes is None else f" ({size / record.card_bytes:.1%})"
+            rows.append(
+                [t(f"GPU memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
+            )
+    return rows
+
+
+@verb("""
+    perf memory: where the memory of a training run goes, phase by phase; whether it fits a GPU, and what would make it
+        fit
+
+    MODEL_CONFIG
+    --gpu NAME  4090, a100-40g, a100-80g, h100, h200, b200, … (default: this machine's)
+    --memory-gib N:float>0  memory of another GPU, in GiB (2^30 bytes), as torch reports it
+    --ranks N:int>=1 =1  processes, one per GPU (default 1)
+    JSON
+    --section.field
+
+    z2a perf memory z2all-1b --gpu h200
+    z2a perf memory z2all-1b --gpu a100-80g --train.micro_batch_samples 32
+    z2a perf memory big.yaml --memory-gib 24 --ranks 8 --parallel.zero 2 --json -
+    """)
+def _memory(arguments: argparse.Namespace) -> None:
+    from zero2all.predict.memory_report import as_json, memory_report
+
+    report = memory_report(arguments.config, arguments.overrides, _card(arguments), arguments.ranks)
+    if not write_json_result(arguments.json, as_json(report)):
+        _print(report)
+
+
+def _card(arguments: argparse.Namespace) -> Card | None:
+    """The GPU that is asked about; None: that of this machine."""
+    from zero2all.estimate.gpus import GIB, HOPPER, Card, named_card
+
+    if arguments.gpu is not None and arguments.memory_gib is not None:
+        raise UsageError("--gpu and --memory-gib both say how much memory there is. Give one of them.")
+    if arguments.gpu is not None:
+        return named_card(arguments.gpu)
+    if arguments.memory_gib is not None:
+        return Card(f"a GPU of {arguments.memory_gib:g} GiB", arguments.memory_gib * GIB, HOPPER)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "This machine has no GPU that torch can use. Say which one is meant with --gpu, or how much memory it has "
+            "with --memory-gib."
+        )
+    return None
+
+
+def _print(report: MemoryReport) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.predict.memory_report import changes_table, parts_table, phases_table, verdict
+
+    settings = report.settings
+    for note in report.notes:
+        print(t(note))
+    print_table(
+        parts_table(report),
+        f"one process of {report.ranks}: micro-batches of {settings.micro_batch_samples} x {settings.seq_len} tokens, "
+        f"{settings.passes} per step; GiB = 2^30 bytes",
+    )
+    print_table(
+        phases_table(report),
+        f"peak = what is there all the time + the worst phase ({t(report.estimate.worst.name)}); allocated by torch",
+    )
+    if report.estimate.host:
+        print(t(f"host memory: {report.estimate.host / 2**30:.2f} GiB per process"))
+    print(t(verdict(report)))
+    if not report.fits and not any(change.fits for change in report.changes):
+        print(t("None of these changes is enough, nor any two of them: use more GPUs, or a smaller model."))
+    if report.changes and not report.fits:
+        print_table(changes_table(report), "what would need less memory, computed by the same estimate")
+
+
+@verb("""
+    perf plan: find the fastest layout on N GPUs: micro-batch, recompute, ZeRO and every axis; write its config
+
+    MODEL_CONFIG
+    --gpus! N:int>=1  number of GPUs
+    MACHINE
+    --network-gbps N:float>=0  network of each GPU between nodes, in Gbit/s per direction (default: the cluster's)
+    --top N:int>=1 =10  layouts to show (default 10)
+    --measure N:int>=1  measure the best N on the GPU of this machine
+    --seconds TIME:duration =8  measured time per layout (default 8)
+    --timeout TIME:duration =300  stop a measurement then (default 5m)
+    --out FILE:out  write the config of the best layout
+    JSON
+    --section.field
+
+    z2a perf plan z2all-1b --gpus 8 --cluster h100 --out planned.yaml
+    z2a perf plan z2all-1b --gpus 1 --cluster h200 --measure 3
+    z2a train planned.yaml
+    """)
+def _plan(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.predict.batch import load_measured_config
+    from zero2all.predict.layout_search import config_of, plan_cells, plan_json, plan_layouts
+    from zero2all.predict.models import load_model_config, precision_notes
+
+    config, notes = load_measured_config(arguments.config, arguments.overrides)
+    notes += precision_notes(config, arguments.config, arguments.overrides)
+    wanted = max(arguments.top, arguments.measure or 0)
+    plan = plan_layouts(config, arguments.gpus, _machine(arguments), wanted, arguments.overrides)
+    if arguments.measure is not None:
+        from zero2all.measure.verify import measure_candidates
+
+        plan = measure_candidates(plan, arguments.measure, arguments.seconds, arguments.timeout)
+    if arguments.out is not None:
+        from zero2all.common.files import write_atomic
+        from zero2all.config import config_yaml
+
+        whole_config, _ = load_model_config(arguments.config, arguments.overrides)
+        text = config_yaml(config_of(whole_config, plan.candidates[0].row))
+        write_atomic(arguments.out, text.encode())
+    if write_json_result(arguments.json, plan_json(plan)):
+        return
+    print_table(plan_cells(plan.candidates[: arguments.top]), _title(plan))
+    print("\n".join([*map(t, notes), *_notes(plan)]))
+    if arguments.out is not None:
+        nodes = -(-arguments.gpus // plan.machine.gpus_per_node)
+        start = f"z2a train {arguments.out}"
+        if nodes > 1:
+            start = f"{start} --nodes {nodes} --node-rank N --rendezvous HOST:PORT"
+        print(t(f"{arguments.out}: for {arguments.gpus} ranks; start it with `{start}`"))
+
+
+def _machine(arguments: argparse.Namespace) -> Machine:
+    from zero2all.measure.machine_profiles import named_machine
+
+    machine = named_machine(arguments.cluster, arguments.profile)
+    if arguments.network_gbps is None:
+        return machine
+    if len(machine.links) < 2 or arguments.network_gbps == 0:
+        raise UsageError(f"--network-gbps {arguments.network_gbps:g} needs a cluster of nodes and a number above 0.")
+    slow = dataclasses.replace(machine.links[-1], bytes_per_second=arguments.network_gbps * 1e9 / 8)
+    return dataclasses.replace(machine, links=(*machine.links[:-1], slow))
+
+
+def _title(plan: LayoutPlan) -> str:
+    machine, precision = plan.machine, plan.config.train.precision
+    return t(
+        f"{plan.gpus} x {machine.name} ({t(machine.source)}), {precision}: predicted seconds of a step and tokens/s of "
+        f"all GPUs; MFU causal; GiB allocated by the fullest process"
+    )
+
+
+def _notes(plan: LayoutPlan) -> list[str]:
+    from zero2all.estimate.answer import said
+    from zero2all.predict.layout_search import compare
+
+    best = plan.candidates[0]
+    lines = [
+        t(
+            f"{plan.considered:,} layouts keep the rules. {plan.tried:,} were predicted in full; the others are slower "
+            f"by what they compute alone."
+        )
+    ]
+    if plan.held:
+        fields = ", ".join(f"--{name} {value}" for name, value in plan.held.items())
+        lines.append(t(f"As you set it, in all of them: {fields}"))
+    parts = ", ".join(f"{t(part.name)} {said(part.estimate, 's')}" for part in best.time.parts if part.estimate > 5e-5)
+    lines.append(t(f"The best: {parts}"))
+    measured = [one for one in plan.candidates if "tokens_per_second" in one.measured]
+    if len(measured) > 1:
+        chosen = max(measured, key=lambda one: one.tokens_per_second)
+        behind = 1 - chosen.measured["tokens_per_second"] / measured[0].measured["tokens_per_second"]
+        count = len(measured)
+        lines.append(
+            t(f"The layout predicted to be fastest is {behind:.1%} slower than the fastest of {count} measured.")
+        )
+    for number, other in enumerate(plan.candidates[1:4], 2):
+        lines.append(t(f"  against number {number}: {compare(best, other)}"))
+    lines += [t("What another choice would cost:"), *(f"  {line}" for line in plan.alternatives)]
+    lines.append(t("Rejected, by the first rule that a layout breaks, with the numbers of one of them:"))
+    for rule, count in sorted(plan.rejected.items(), key=lambda one: -one[1]):
+        if count:
+            lines.append(f"  {count:>8,}  {t(rule)}")
+    return lines
+
 
 GIB = 2**30
 

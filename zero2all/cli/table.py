@@ -51,11 +51,7 @@ def _table(heading: Sequence[str], body: Sequence[Sequence[str]], title: str | N
         words = [word for cell in (*cells, name) for word in cell.split()] or [""]
         longest = max(Text(word).cell_len for word in words)
         table.add_column(
-            name,
-            justify="right" if is_figures else "left",
-            overflow="fold",
-            no_wrap=is_figures,
-            min_width=longest,
+            name, justify="right" if is_figures else "left", overflow="fold", no_wrap=is_figures, min_width=longest
         )
     for row in body:
         table.add_row(*row)

@@ -148,7 +148,7 @@ def _plot(arguments: argparse.Namespace) -> None:
 
 
 def _smoothing(text: str) -> float | Literal["auto"] | None:
-    from zero2all.track.smoothing import parse_smoothing
+    from zero2all.track.bins import parse_smoothing
 
     try:
         return "auto" if text == "auto" else parse_smoothing(text)
@@ -177,7 +177,7 @@ def _board(arguments: argparse.Namespace) -> None:
         return
     places = arguments.places or [str(default_work() or ".")]
     _require_folders(places)
-    from zero2all.track.server import Board, BoardOptions
+    from zero2all.track.api import Board, BoardOptions
 
     options = BoardOptions(arguments.host, arguments.port, arguments.token, arguments.allow_host)
     board = Board(places, options)

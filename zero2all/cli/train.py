@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zero2all.cli.verb import verb, workspace_of
+from zero2all.cli.parser import Parser
+from zero2all.cli.verb import add_declared, verb, workspace_of
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say, tell
@@ -111,7 +112,7 @@ def _train_or_show(arguments: argparse.Namespace) -> int:
 
         config, filled = load_with_rules(arguments.config, overrides, saved=load_run_config(run))
     if arguments.dry_run:
-        from zero2all.train.dry_run import dry_run
+        from zero2all.train.plan import dry_run
 
         dry_run(config, workspace, _decoder(workspace))
         return 0
@@ -184,6 +185,7 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
         accept_changes=arguments.accept_changes,
         take_over=arguments.take_over,
         make_decode=_decoder(workspace),
+        say=tell,
         started=command_started(),
     )
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
@@ -216,7 +218,7 @@ def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
 
     from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
-    from zero2all.estimate.cards import named_card
+    from zero2all.estimate.gpus import named_card
     from zero2all.train.plan import (
         make_plan,
         plan_notes,
@@ -248,3 +250,41 @@ def _decoder(workspace: Workspace) -> Callable[[], Decode]:
         return lambda ids: tokenizer.decode(ids, skip_control=False)
 
     return load
+
+
+@verb("""
+    chaos: train under the faults of a plan: kills, hangs, a full disk, damaged files …
+
+    plan PLAN:path  YAML or JSON: a list such as - {fault: kill, step: 8}
+    config --work
+    --fresh         start the run over, and the plan with it
+    --section.field
+
+    z2a chaos plan.yaml quickstart --work my-workspace --parallel.processes 2
+    """)
+def _chaos(arguments: argparse.Namespace) -> int:
+    from zero2all.common.fault import FAULTS
+    from zero2all.config import load_config
+    from zero2all.parallel.launch import local_processes
+    from zero2all.resilience.chaos import happened, install_plan, read_plan
+
+    config = load_config(arguments.config, arguments.overrides)
+    workspace = workspace_of(arguments)
+    faults = read_plan(arguments.plan, local_processes(config.parallel), config.train.steps)
+    run, memory = workspace.run(config.train.name), config.resilience.memory_folder
+    path = install_plan(faults, workspace.root / "chaos", run, Path(memory) if memory else None, arguments.fresh)
+    os.environ[FAULTS] = str(path)
+    words = ["train", arguments.config, "--work", str(arguments.work), *(["--fresh"] if arguments.fresh else [])]
+    parser = Parser(prog="z2a")
+    add_declared(parser.add_subparsers(), "train")
+    found = parser.parse_args(words)
+    found.overrides, found.command_line = arguments.overrides, [*words, *arguments.overrides]
+    code: int = found.handler(found)
+    marks = happened(path)
+    for number, fault in enumerate(faults):
+        where = marks.get(number)
+        if where is not None:
+            tell(f"{fault.fault}: rank {where['rank']}, {where['point']}, step {where['step']}")
+        elif not fault.every:
+            tell(f"{fault.fault}: did not happen")
+    return code

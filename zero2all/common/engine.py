@@ -250,7 +250,8 @@ class _Worker:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """What is started meanwhile sees ONE_THREAD in its environment; this process, which may train next, does not."""
+    """Processes started inside the block see ONE_THREAD in their environment; this process, which may train next, does
+    not."""
     missing = [name for name in ONE_THREAD if name not in os.environ]
     os.environ.update(dict.fromkeys(missing, "1"))
     try:
@@ -389,7 +390,7 @@ class _Counter:
         self.total = 0
 
     def add(self, amount: int) -> None:
-        """So many more bytes are done."""
+        """Count more bytes as done."""
         self.total += amount
 
     def read(self) -> int:

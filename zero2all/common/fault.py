@@ -84,9 +84,6 @@ def _is_first(mark: Path, rank: int, point: str, step: int | None) -> bool:
     return True
 
 
-# ---- what happens ----
-
-
 def _raise(_: Fault) -> None:
     raise InjectedError("injected by the fault plan")
 

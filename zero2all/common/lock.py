@@ -179,7 +179,7 @@ def is_from_here(holder: Holder) -> bool:
 
 
 def this_process() -> Holder:
-    """What a lock says of its holder."""
+    """What a lock of this process would say of its holder."""
     return {
         "host": socket.gethostname(),
         "boot": boot_id(),

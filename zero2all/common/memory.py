@@ -48,7 +48,7 @@ def group_folders(controller: str, groups: Path = GROUPS, own_groups: Path = OWN
 
 
 def _left_in(folder: Path, limit: str, usage: str, prefix: str) -> int | None:
-    """What a group has left; None where there is no such group, or no limit ("max")."""
+    """What a control group has left; None where there is no such group, or no limit ("max")."""
     try:
         highest, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

@@ -9,6 +9,7 @@ as the current loss.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import time
@@ -71,9 +72,27 @@ def progress(label: str, total: float | None, unit: str, done: float = 0, quiet:
 
 
 def say(line: str) -> None:
-    """Print a line on stderr, in the person's language; a closed stderr (`2>&1 | head`) does not end the work."""
-    with suppress(OSError):
-        print(translate(line), file=sys.stderr, flush=True)
+    """Log a line at level INFO, by the logger of the module that calls. `show_log` is how z2a shows it."""
+    name = sys._getframe(1).f_globals.get("__name__", "")
+    logging.getLogger(name if name.startswith("zero2all.") else "zero2all").info("%s", line)
+
+
+class _TerminalHandler(logging.Handler):
+    """Prints on the stderr of the moment; a closed one (`2>&1 | head`) does not end the work."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            print(translate(record.getMessage()), file=sys.stderr, flush=True)
+
+
+def show_log() -> None:
+    """From here on, what this package logs is printed on stderr, in the person's language. For programs: who imports
+    zero2all as a library sets handlers and levels of the logger `zero2all` as usual."""
+    logger = logging.getLogger("zero2all")
+    if not any(isinstance(each, _TerminalHandler) for each in logger.handlers):
+        logger.addHandler(_TerminalHandler())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # or a library that configures logging would make each line appear twice
 
 
 def tell(text: str, flush: bool = False) -> None:

@@ -26,12 +26,13 @@ WRITE_SECONDS = 5.0
 
 
 def run_secret(run: Path) -> bytes:
-    """Of the run with this folder: what the user gave, else a file beside it: `--fresh` removes what is in it."""
+    """The secret of the run in this folder: what the user gave, else the file beside it, whose content `--fresh`
+    removes."""
     return given_secret(None) or shared_secret(run.with_name(f"{run.name}.secret"))
 
 
 def given_secret(path: Path | None) -> bytes | None:
-    """What the user gave: the file, else the variable; None: neither."""
+    """The secret that the user gave: in the file, else in the variable. None: in neither."""
     if path is not None:
         return _read(path)
     if (text := os.environ.get(VARIABLE)) is None:

@@ -141,7 +141,7 @@ def require_output(path: Path, flag: str, is_folder: bool = False) -> None:
 
 
 def _holds_manifest(folder: Path) -> bool:
-    """One of ours: others name files so, too."""
+    """Whether its manifest is ours: other programs write files of this name, too."""
     try:
         return b'"zero2all"' in read_regular(folder / MANIFEST_NAME, LARGEST_JSON_BYTES)
     except OSError:

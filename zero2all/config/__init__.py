@@ -26,7 +26,7 @@ from zero2all.config.rules import RULED, Filled, fill, with_value
 from zero2all.config.schedule import schedule_problems
 from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, TrainConfig
 
-RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio"}
+RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio", "eval": "validation", "valid_tokens_per_source": "tokens_per_source"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}, "tokenizer.kind": {"sentencepiece": "bpe"}}
 REPLACED_CHOICES = {
     "optim.kind": dict.fromkeys(("adafactor", "lion", "sgd"), "adamw"),
@@ -103,10 +103,7 @@ def load_config(source: str | Path, overrides: list[str] | None = None, shapes: 
 
 
 def load_with_rules(
-    source: str | Path,
-    overrides: list[str] | None = None,
-    shapes: Shapes | None = None,
-    saved: RunConfig | None = None,
+    source: str | Path, overrides: list[str] | None = None, shapes: Shapes | None = None, saved: RunConfig | None = None
 ) -> tuple[RunConfig, list[Filled]]:
     """As `load_config`, with the values that rules gave. `saved`: the config of a run that goes on, which keeps its."""
     try:

@@ -1,4 +1,4 @@
-"""The settings of the training loop: length, optimizer, schedule, stages, guards, checkpoints, evaluation; and the
+"""The settings of the training loop: length, optimizer, schedule, stages, guards, checkpoints, validation; and the
 whole config of a run, whose other sections stand in the `config.py` of their rooms."""
 
 from __future__ import annotations
@@ -319,12 +319,12 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
-    """Held-out evaluation inside the loop and its size."""
+class ValidationConfig:
+    """How often the held-out loss is computed inside the loop, and on how much text."""
 
     every_steps: NaturalInt = 500
-    """Evaluate after this many steps, and at the end; 0 evaluates at the end only."""
-    valid_tokens_per_source: PositiveInt = 262144
+    """Validate after this many steps, and at the end; 0: at the end only."""
+    tokens_per_source: PositiveInt = 262144
     """Held-out tokens scored per source each time: whole rows from its start, the same ones every time."""
     batch_samples: PositiveInt = 16
     """Sequences scored at once."""
@@ -362,8 +362,8 @@ class RunConfig:
     """What keeps the run alive, and what it does when it is asked to stop."""
     track: TrackConfig = field(default_factory=TrackConfig)
     """What is logged."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    """Held-out evaluation inside the loop."""
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    """The held-out loss, computed inside the loop."""
 
     @property
     def samples_per_step(self) -> int:

@@ -48,7 +48,7 @@ from zero2all.corpus.sources import Source, source_problems
 FORMAT_RULES = 1
 """Raise it when finish changes what it writes from the same segments."""
 
-PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.warm")
+PRELOADED = ("zero2all.corpus.ingest", "zero2all.corpus.finish", "zero2all.corpus.preload")
 """What worker processes need."""
 SMALL_BYTES = 24_000_000
 """Below this much input one process is faster than starting several."""
@@ -152,7 +152,7 @@ class _Build:
             self._settle({name: found or [] for name, found in channels.items()})
 
     def _settle(self, channels: Mapping[str, list[str]]) -> None:
-        """With the channels of every plan, everything this build writes has its name."""
+        """The channels of all sources are known: name everything that this build writes."""
         options, plans = self.options, self.plans
         unnumbered = [SourcePart(plan, channel, 0) for plan in plans for channel in channels[plan.name]]
         self.numbers = source_numbers(self.corpus_folder, [part.name for part in unnumbered])

@@ -111,7 +111,7 @@ def search_duplicates(
 
 
 def _contained(folder: Path, units: list[Path], result: DedupResult, owners: list[str]) -> dict[str, Any]:
-    """By source: how many kept records were looked up among all, how many stand in a longer one, and some of them."""
+    """By source: how many kept records were looked up, how many stand inside a longer record, and some examples."""
     drops = [result.drops(unit) for unit in range(len(units))]
     found = find_contained(units, drops, result.first_ids)
     gids = np.load(folder / GIDS_NAME, mmap_mode="r")

@@ -29,7 +29,6 @@ from zero2all.corpus.readers import (
     RawRow,
     ReaderLimits,
     Unit,
-    damaged_at,
     plan_units,
     read_unit,
 )
@@ -165,7 +164,7 @@ class _Items:
                     if at is None:
                         self._mapping = None
                         origin = ItemOrigin(unit.file.name, "", Format.UNREADABLE)
-                        yield damaged_at(origin, 0, 0, UNREADABLE, unit.note, unit.raw_bytes, ends_file=True)
+                        yield origin.damaged(0, 0, UNREADABLE, unit.note, unit.raw_bytes).to_the_end()
                     continue
                 items = read_unit(unit, self.task.limits, self._on_bytes, cursor, on_skip=self._on_skip)
                 self._unit_items = iter(items)

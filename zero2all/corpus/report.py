@@ -115,7 +115,7 @@ def make_report(
 
 
 def check_identity(name: str, source: dict[str, Any]) -> None:
-    """Nothing may be lost unseen: what came in equals what was kept, dropped or quarantined."""
+    """Every record and byte must be accounted for: what came in equals what was kept, dropped or quarantined."""
     records_out = source["records_kept"] + sum(source["dropped"].values()) + source["quarantined"]
     bytes_out = sum(accounted_bytes(source).values())
     if source["train_records"] + source["valid_records"] != source["records_kept"]:

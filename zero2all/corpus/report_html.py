@@ -51,9 +51,6 @@ def report_html(report: Mapping[str, Any]) -> str:
     return html_page(t("Corpus report"), package_text(__package__, "report.css"), body)
 
 
-# ---- the corpus as a whole ------------------------------------------------------------------------------------
-
-
 def _headline(totals: Mapping[str, Any]) -> str:
     dropped = sum(totals["dropped"].values())
     kept, valid = totals["records_kept"], totals["valid_records"]
@@ -228,9 +225,6 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", f"{value:,}" if type(value) is int else words
 
 
-# ---- one source -----------------------------------------------------------------------------------------------
-
-
 def _source_section(name: str, source: Source, anchor: str) -> str:
     sizes = {script: shares["bytes"] for script, shares in source["scripts"].items()}
     total = sum(sizes.values()) or 1
@@ -327,9 +321,6 @@ def _texts(texts: Sequence[str], channel: str) -> str:
     return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(text) or " "}</pre>' for text in shown)
 
 
-# ---- plots ----------------------------------------------------------------------------------------------------
-
-
 def length_plot(lengths: Mapping[int, int]) -> str:
     """A histogram over powers of two bytes, as SVG."""
     if not lengths:
@@ -388,9 +379,6 @@ def _binary_size(count: int) -> str:
     """2048 -> '2 KiB': the borders of the bars are powers of two."""
     power = min((count.bit_length() - 1) // 10, 3)
     return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-# ---- words ----------------------------------------------------------------------------------------------------
 
 
 def _meaning(rule: str) -> str:

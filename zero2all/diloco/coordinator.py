@@ -58,7 +58,8 @@ class Outcome:
 
 
 class RoundCoordinator:
-    """One group: it follows the coordinator of all groups, or is it. All methods hold the lock `changed`."""
+    """The consensus of one group with the others: it follows the elected coordinator, or is it. All methods hold the
+    lock `changed`."""
 
     def __init__(self, config: DilocoConfig, facts: Mapping[str, Any], history: History) -> None:
         """`facts`: what must be equal in all groups. `history`: where this group goes on."""
@@ -191,7 +192,7 @@ class RoundCoordinator:
     # ---- the start
 
     def missing(self) -> list[int]:
-        """Groups that have not come, or have not met all others; none if one of the others runs already."""
+        """Groups that are not connected to all others yet; none if one of the others is already training."""
         if any(status.is_running for status in self.statuses.values()):
             return []
         absent = [group for group in self.control if group not in self.statuses]
@@ -216,7 +217,7 @@ class RoundCoordinator:
                 self.changed.wait(0.2)
 
     def act(self) -> None:
-        """Follow, decide or adopt, and say so before training knows of it."""
+        """Follow, decide or adopt; the other groups are told before training is."""
         with self.changed:
             self._look()
             self._send_status()
@@ -330,7 +331,7 @@ class RoundCoordinator:
         return next((record for record in status.recent if self._may_follow(record)), None)
 
     def _may_follow(self, record: Record) -> bool:
-        """Whether a record can be the next decision: a member that sends another one must not carry the others away."""
+        """Whether a record is a valid next decision, so that a faulty member cannot mislead the others."""
         last, groups = self.history.last, [member.group for member in record.members]
         return (
             record.before == self.history.chain
@@ -386,7 +387,8 @@ class RoundCoordinator:
     # ---- following
 
     def _next_record(self) -> Record | None:
-        """What another group has decided after our chain, or has followed; the coordinator's word first."""
+        """The decision that comes after our chain, from the coordinator if it has one, else from a group that has
+        followed it."""
         for group in sorted(self.statuses, key=lambda group: group != self.coordinator):
             if (record := self._record_after_ours(self.statuses[group])) is not None:
                 return record
@@ -463,7 +465,7 @@ class RoundCoordinator:
         self._decide(Record(key, self.history.chain, tuple(sorted(members))))
 
     def _useless(self, key: Key, in_step: Mapping[int, Status]) -> set[GroupEra]:
-        """Members whose payload nobody waits for: it cannot be used, or there will be none, because this group has
+        """Members without a usable payload for this key: it was refused, or this group will not send one because it
         adopted a state."""
         unusable = self._unusable.union(*(status.unusable for status in in_step.values()))
         found = {payload.member for payload in unusable if payload.key == key}

@@ -20,8 +20,8 @@ _BLOCK = re.compile(r"blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Due:
-    """A fragment to send now. Numbers rise with every exchange, also where a run that has ended is prolonged: odd ones
-    are those of the clock, even ones what is sent in addition at the end."""
+    """A fragment to send now. Its number rises with every exchange, also when a finished run is extended: odd numbers
+    are scheduled exchanges, even ones the extra exchange at the end."""
 
     number: int
     fragment: int

@@ -22,7 +22,7 @@ LOOKS = {"looks": True}
 def wait_for_groups(
     coordinator: RoundCoordinator, secret: bytes, seconds: float, is_stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Until the coordinator runs, has failed, or a signal has come."""
+    """Wait until the coordinator runs or has failed, or a signal comes."""
     reasons: list[str] = []
     threading.Thread(target=_look_for_missing, args=(coordinator, secret, reasons), daemon=True).start()
     deadline = time.monotonic() + seconds

@@ -134,8 +134,6 @@ class GroupLink:
             raise
         self.history, self._state = self._coordinator.history.text(), self._coordinator.first_state
 
-    # ---- what training calls
-
     def offer(self, key: Key, payload: bytes) -> None:
         """Hand over this group's payload; it is sent in the background."""
         coordinator = self._coordinator
@@ -207,8 +205,6 @@ class GroupLink:
             channel.close(max(0.0, deadline - time.monotonic()))
         self._door.close()
 
-    # ---- connections
-
     def _channel(self, group: int, stream: int) -> Channel:
         return self._coordinator.control[group] if stream == CONTROL else self.data[group]
 
@@ -242,15 +238,16 @@ class GroupLink:
         if greeting.life not in self._refused and len(self._refused) < MOST_REFUSED:
             self._refused.add(greeting.life)
             say(
-                f"z2a: group {greeting.group} came twice: from {first} and from {connection.address}. The second one "
-                f"is refused."
+                f"z2a: group {greeting.group} connected twice: from {first} and from {connection.address}. The second "
+                f"one is refused."
             )
         with suppress(OSError):
             connection.send({"duplicate": [first, connection.address]})
         connection.close()
 
     def _on_refusal(self, group: int, error: RefusalError) -> None:
-        """A process that has died without a word keeps its place for some seconds."""
+        """A duplicate is an error only after some seconds: the connection of a process that crashed stays open for a
+        while."""
         coordinator = self._coordinator
         if isinstance(error, DuplicateError):
             other, own = error.args
@@ -258,14 +255,12 @@ class GroupLink:
             if time.monotonic() > self._refused_at + DUPLICATE_SECONDS:
                 coordinator.fail(
                     UsageError(
-                        f"Group {self.group} came twice: group {group} sees it at {other}, and this one at {own}. Stop "
-                        f"one of them, or give this one its own number, with --group or {GROUP_VARIABLE}."
+                        f"Group {self.group} connected twice: group {group} sees it at {other}, and this one at {own}. "
+                        f"Stop one of them, or give this one its own number, with --group or {GROUP_VARIABLE}."
                     )
                 )
         elif not coordinator.is_running:
             coordinator.fail(UsageError(f"Group {group} of diloco.groups: {error} Nothing was started."))
-
-    # ---- payloads
 
     def _take_payload(self, sender: int, item: PayloadId, payload: bytes, fault: str) -> None:
         if item.kind == STATE:

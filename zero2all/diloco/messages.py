@@ -53,7 +53,7 @@ class History(NamedTuple):
     last: Key = Key(-1, -1)
 
     def after(self, record: Record) -> History:
-        """With one decision more."""
+        """The history with one more decision."""
         text = json.dumps([self.chain, record.key, record.members])
         chain = hashlib.sha256(text.encode()).hexdigest()[:16]
         return History(chain, self.weight + len(record.members), record.key)
@@ -90,7 +90,7 @@ class StateRequest:
 
 @dataclass(frozen=True)
 class Offer:
-    """To which history a state belongs that was asked for and is on its way."""
+    """The history of a requested state that is on its way."""
 
     id: int
     history: History

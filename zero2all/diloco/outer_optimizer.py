@@ -220,7 +220,7 @@ class OuterOptimizer:
         self.clock = replace(self.clock, last_step=last_step)
 
     def settle(self) -> None:
-        """Wait until the outer weights hold everything that was sent. It is in the model only when it is due."""
+        """Wait until every fragment that was sent is in the outer weights. The model gets it when it is due."""
         self._awaited(self._flights)
 
     def _awaited(self, flights: Sequence[_Flight]) -> list[RoundReport]:

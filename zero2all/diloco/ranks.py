@@ -21,7 +21,7 @@ from zero2all.diloco.transport import Expected
 
 @dataclass(frozen=True)
 class Layout:
-    """Of what the payloads and the state of one rank consist."""
+    """What the payloads and the state of one rank consist of."""
 
     compress: str
     pieces: list[list[int]]

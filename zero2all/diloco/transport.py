@@ -54,7 +54,7 @@ class RefusalError(Exception):
 
 
 class DuplicateError(RefusalError):
-    """Another process with the number of this group is connected there, and alive. Its address, and this one's."""
+    """Another live process with this group's number is connected there. Arguments: its address, and this one's."""
 
 
 @dataclass(frozen=True)

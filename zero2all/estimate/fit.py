@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero2all.estimate.cards import NCCL_BYTES, Card
+from zero2all.estimate.gpus import NCCL_BYTES, Card
 from zero2all.estimate.memory import MemoryEstimate, estimate_memory
 from zero2all.estimate.memory_settings import MemorySettings
 from zero2all.model.config import ModelConfig

@@ -161,14 +161,14 @@ class Machine:
         return min(max(drawn ** (1 / 3), CLOCK_RANGE[0]), CLOCK_RANGE[1])
 
     def matmul_seconds(self, m: float, n: float, k: float, kind: Kind = "forward", dtype: str = "bfloat16") -> float:
-        """Of one product with an (m, n) result and an inner dimension k."""
+        """Seconds of a product with an (m, n) result and an inner dimension k."""
         measured, known = self._matmuls.setdefault((kind, dtype), ((), {}))
         if (m, n, k) not in known:  # a plan asks for the same product again and again
             known[m, n, k] = self.modelled_matmul_seconds(m, n, k, dtype) * _nearby_ratio(measured, (m, n, k))
         return known[m, n, k]
 
     def modelled_matmul_seconds(self, m: float, n: float, k: float, dtype: str = "bfloat16") -> float:
-        """The same from tiles, waves and bytes alone."""
+        """Seconds of the same product from tiles, waves and bytes alone."""
         if min(m, n, k) <= 0:
             return 0.0
         rate, width = self.rate_of(dtype), WIDTHS[dtype]
@@ -207,7 +207,7 @@ class Machine:
         }
 
     def attention_seconds(self, *sizes: float, backward: bool = False, dtype: str = "bfloat16") -> float:
-        """Of fused causal attention: tokens, tokens of a sequence, heads, kv heads, width of a head."""
+        """Seconds of fused causal attention, by tokens, tokens of a sequence, heads, kv heads, width of a head."""
         name: Way = "backward" if backward else "forward"
         known = ((dataclasses.astuple(one)[:5], getattr(one, name)) for one in self.attention)
         found = tuple((one, seconds / self._modelled_attention(one, name, dtype)) for one, seconds in known)
@@ -225,7 +225,8 @@ class Machine:
         return max(flops * diagonal / rate, moved / self.stream_bytes_per_second, self.launch_seconds)
 
     def operator_seconds(self, name: str, size: float) -> float:
-        """Of one call of an operator that moves `size` bytes; backward is its own name: `rms_norm/backward`."""
+        """Seconds of one call of an operator that moves `size` bytes; backward has a name of its own:
+        `rms_norm/backward`."""
         if name in self.operators:
             first_size, first = self.operators[name].points[0]
             if size < first_size:  # bandwidth limits it there too, until a kernel cannot be shorter
@@ -234,13 +235,14 @@ class Machine:
         return max(size / (WRITE_RATE * self.stream_bytes_per_second), self.launch_seconds)
 
     def copy_seconds(self, direction: str, size: float) -> float:
-        """Of a copy between host and device: h2d or d2h."""
+        """Seconds of a copy between host and device: h2d or d2h."""
         if direction not in self.copy:
             raise UsageError(f"The profile of {self.name} has no speed of copies ({direction}).")
         return self.copy[direction].seconds(size)
 
     def collective_seconds(self, kind: str, size: float, ranks: int, link: str | GpuLink) -> float:
-        """Of one collective over a whole tensor of `size` bytes, as in `zero2all.estimate.communication.Transfer`."""
+        """Seconds of one collective over a whole tensor of `size` bytes, as in
+        `zero2all.estimate.communication.Transfer`."""
         if ranks <= 1 or size <= 0:
             return 0.0
         found = self.link(link) if isinstance(link, str) else link
@@ -299,7 +301,7 @@ def tiled_seconds(m: float, n: float, k: float, rate: float, multiprocessors: in
 
 
 def link_seconds(kind: str, size: float, ranks: int, rate: float, latency: float) -> float:
-    """Of a collective: in a ring; an all-reduce of a small tensor in a double tree."""
+    """Seconds of a collective in a ring; an all-reduce of a small tensor in a double tree."""
     if kind == "send":
         return latency + size / rate
     part = (ranks - 1) / ranks * size / rate
@@ -323,9 +325,6 @@ def _nearby_ratio(measured: tuple[_Measured, ...], sizes: tuple[float, ...]) -> 
     weights = [1 / distance for distance, _ in nearest]
     logs = sum(weight * math.log(ratio) for weight, (_, ratio) in zip(weights, nearest, strict=True))
     return math.exp(logs / sum(weights))
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def write_machine(path: Path, machine: Machine) -> None:
@@ -362,8 +361,6 @@ def _curve(points: Any) -> TimeCurve:
         raise ValueError("a curve needs points of (size, seconds) above 0, by size")
     return TimeCurve(found)
 
-
-# ---- clusters by name ------------------------------------------------------------------------------------------------
 
 GB = 1e9
 PCIE = {"gen4": 25 * GB, "gen5": 55 * GB}

@@ -14,10 +14,7 @@ from zero2all.ops.footprint import Footprint, Sizes
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value by train.precision."""
 Place = Literal["device", "host"]
-PLACE_OF_STATES: dict[str, Place] = {
-    "none": "device",
-    "optimizer": "host",
-}
+PLACE_OF_STATES: dict[str, Place] = {"none": "device", "optimizer": "host"}
 """Where masters and optimizer states are kept, by parallel.offload."""
 
 
@@ -49,7 +46,7 @@ class MemorySettings:
     offload: str = "none"  # parallel.offload
     bucket_bytes: float = 128e6  # of gradients (parallel.bucket_mb)
     workspace_bytes: float = 0.0
-    """Of the libraries, out of torch's memory: see `zero2all.estimate.cards`."""
+    """Of the libraries, out of torch's memory: see `zero2all.estimate.gpus`."""
     owned: tuple[float, float] | None = None
     """With zero 1 and 2: values of the matrices in KINDS_APART, and of the other parameters, that the fullest process
     keeps the masters of. None: equal shares."""

@@ -33,9 +33,6 @@ def filled(m: int, n: int, multiprocessors: int) -> float:
     return max(one.tile_efficiency * one.wave_efficiency for one in both)
 
 
-# ---- the six rules ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class SizingRule:
     """One sizing rule."""
@@ -76,9 +73,7 @@ RULES = (
         "takes longer than its exchange while t is below f x bytes/s of the link / FLOP/s.",
     ),
     SizingRule(
-        6,
-        "The layers are a multiple of the pipeline stages p.",
-        "All stages wait for the one with the most layers.",
+        6, "The layers are a multiple of the pipeline stages p.", "All stages wait for the one with the most layers."
     ),
 )
 

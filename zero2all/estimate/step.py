@@ -25,6 +25,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero2all.estimate.communication import Transfer, communication_per_step
 from zero2all.estimate.floors import linear_shapes, operator_work, optimizer_work
@@ -388,20 +389,32 @@ def recomputed_share(model: ModelConfig, settings: MemorySettings) -> float:
     return recomputed_blocks(model, settings.recompute, settings.recompute_every) / model.layers
 
 
+class PassOrder(NamedTuple):
+    """How the passes of a step are started."""
+
+    schedule: str = "1f1b"
+    """In which order the stages of a pipeline compute."""
+    chunks: int = 1
+    """Parts of the model in each stage."""
+    cuda_graph: bool = False
+    """Passes that do not communicate are captured (`zero2all.train.cuda_graph`)."""
+
+
+ONE_STAGE = PassOrder()
+
+
 def predict_step(
     model: ModelConfig,
     settings: MemorySettings,
     machine: Machine,
-    schedule: str = "1f1b",
-    chunks: int = 1,
-    cuda_graph: bool = False,
+    order: PassOrder = ONE_STAGE,
     tokens: int | None = None,
     costs: PassCosts | None = None,
 ) -> StepTime:
     """The time of a step; `settings.passes` micro-batches in each process. `settings.stage` is not used: the slowest
-    stage is found here. `cuda_graph`: passes that do not communicate are captured (`zero2all.train.cuda_graph`).
-    `tokens` of the step, where some are padding; None: those of all micro-batches. `costs`: `pass_costs` of these
-    settings, if they are known already."""
+    stage is found here. `tokens` of the step, where some are padding; None: those of all micro-batches. `costs`:
+    `pass_costs` of these settings, if they are known already."""
+    schedule, chunks, cuda_graph = order
     costs = costs or pass_costs(model, settings, machine)
     costs = costs.at_clock(_clock_factor(model, settings, machine, costs))
     slowest = slowest_stage(model, settings, costs, schedule, chunks)

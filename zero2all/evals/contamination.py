@@ -165,7 +165,7 @@ def _placed(part: CorpusPart, hashes: Mapping[GramKey, np.ndarray], common: Mapp
 
 
 def _hash(units: Units) -> int:
-    """Of a whole text."""
+    """The hash of a whole text."""
     return int(run_hashes_at(units, np.zeros(1, np.intp), len(units.hashes))[0])
 
 
@@ -181,9 +181,6 @@ def anchor_of(key: GramKey) -> GramKey:
     many lengths do not take as many passes."""
     is_full = key.length == RUN_LENGTHS[key.kind]
     return key if is_full else GramKey(key.kind, 1 << (key.length.bit_length() - 1))
-
-
-# ---- in a worker ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -243,7 +240,7 @@ def _text_of(units: Units, places: np.ndarray) -> np.ndarray:
 def _followed(
     units: Units, key: GramKey, hashes: np.ndarray, places: np.ndarray, following: Mapping[int, Sequence[Following]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of the short questions that begin at some units: the items whose other texts all follow soon, and those units."""
+    """Among short questions, found at some units: the items whose other texts all follow soon, and those units."""
     found = []
     for short, place in zip(hashes.tolist(), places.tolist(), strict=True):
         begin = place + key.length
@@ -342,9 +339,6 @@ def _load_grams(folder: Path) -> dict[GramKey, np.ndarray]:
     return found
 
 
-# ---- the pass -------------------------------------------------------------------------------------------------
-
-
 def find_contamination(
     workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig | None = None
 ) -> dict[str, Any]:
@@ -394,7 +388,7 @@ def find_contamination(
 def _scan(
     parts: Mapping[Path, tuple[str, str, int]], folder: Path, grams: ItemGrams, engine: EngineConfig
 ) -> tuple[dict[GramKey, tuple[np.ndarray, np.ndarray]], int]:
-    """Of every gram: in how many documents it is, and the least gid of them; and the bytes that were read."""
+    """Count every gram: the documents that contain it, and the lowest gid of them; and the bytes that were read."""
     found = {
         key: (np.zeros(len(hashes), np.uint32), np.full(len(hashes), NO_GID, np.uint64))
         for key, hashes in grams.hashes.items()
@@ -452,7 +446,8 @@ def _of_tasks(
 
 
 def _hit(part: CorpusPart, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]]) -> tuple[float, int, int]:
-    """Of a part: the share of its grams that were found, the most documents that hold one of them, the least gid."""
+    """For one part of an item: the share of its grams that were found, the most documents that contain one of them, the
+    lowest gid."""
     documents, first = (each[part.places] for each in found[part.key])
     return float((documents > 0).mean()), int(documents.max()), int(first.min())
 
@@ -484,9 +479,6 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
         )
         return None
     return report
-
-
-# ---- what it means for a result -------------------------------------------------------------------------------
 
 
 def contaminated_ids(report: Mapping[str, Any] | None, task: Task) -> dict[str, set[str]] | None:

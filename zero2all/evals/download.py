@@ -15,6 +15,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.files import write_json
+from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
 from zero2all.corpus.download.fetch import DownloadRequest, download
 from zero2all.corpus.download.transfer import digest_of
@@ -59,7 +60,7 @@ SOURCES = {
 
 
 def download_benchmark(
-    name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = print
+    name: str, data: Path, endpoint: str | None = None, announce: Callable[[str], None] = say
 ) -> Task:
     """Get the files of a benchmark and read them once; the same call again only fetches what is missing.
 

@@ -59,9 +59,6 @@ def wording_of(item: Item) -> Wording:
     return WORDINGS.get(item.language, WORDINGS["en"])
 
 
-# ---- the forms ----------------------------------------------------------------------------------------------
-
-
 def cloze(item: Item, shots: Sequence[Item]) -> PromptedItem:
     """The text of each choice after the question."""
     if item.shape == BLANK:  # what follows the blank is scored: the same text after each choice
@@ -121,8 +118,6 @@ def generate(item: Item, shots: Sequence[Item], labels: str = LABELS) -> Writing
     return Writing(item, _joined(shots, _solved) + _open(item), ("\n\n", "\nQuestion:", "\n问题："), most)
 
 
-# ---- what was written ---------------------------------------------------------------------------------------
-
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 
@@ -153,9 +148,6 @@ def extract_number(written: str) -> float | None:
 def normalised(answer: str) -> str:
     """For comparison: small letters, no articles, no punctuation, no spaces."""
     return re.sub(r"[\W_]+", "", re.sub(r"\b(a|an|the)\b", " ", answer.lower()))
-
-
-# ---- few-shot -----------------------------------------------------------------------------------------------
 
 
 class Shots:

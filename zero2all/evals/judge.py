@@ -27,10 +27,7 @@ from zero2all.infer.engine import Engine
 from zero2all.infer.text import TextRequest, complete, engine_request
 
 SUMMED = {
-    "en": (
-        *("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "mmlu"),
-        *("blimp", "lambada", "gsm8k"),
-    ),
+    "en": (*("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "mmlu"), *("blimp", "lambada", "gsm8k")),
     "zh": ("cmmlu", "ceval", "c3", "cmrc", "zhoblimp"),
 }
 """The tasks of the two summary numbers."""
@@ -260,8 +257,8 @@ class _TaskJudge:
         return [self._result("choice", judged, left_out)]
 
     def _bits(self) -> list[FormResult]:
-        """Of items with choices, the cloze form may have scored them already. A text to be continued (LAMBADA) is
-        right where greedy decoding would write the rest."""
+        """Bits of the right text of each item. Items with choices may have been scored in the cloze form already. A
+        text to be continued (LAMBADA) is right where greedy decoding would write the rest."""
         left_out = _LeftOut(self.task, "bits")
         judged: list[ItemResult] = []
         items = self.items
@@ -293,12 +290,10 @@ class _TaskJudge:
         judged = [self._read(writing, text) for writing, text in self._written(writings, left_out)]
         return [self._result("generate", judged, left_out)]
 
-    # ---- the model ---------------------------------------------------------------------------------------------
-
     def _scored(
         self, asked: Sequence[PromptedItem], left_out: _LeftOut
     ) -> list[tuple[PromptedItem, list[Scored], list[Scored] | None]]:
-        """Of each item that could be scored, its continuations, and those after a prompt that says nothing."""
+        """For each item that could be scored: its continuations, and the same after a prompt without information."""
         questions: list[Question] = []
         for each in asked:
             questions += [*each.questions, *([each.unconditional] if each.unconditional else [])]

@@ -99,7 +99,7 @@ def run_hashes_at(units: Units, places: np.ndarray, length: int) -> np.ndarray:
 
 
 def runs_within(units: Units, places: np.ndarray, length: int) -> np.ndarray:
-    """Those of some units from which a run of `length` stays within its text."""
+    """Units from which a run of `length` stays within its text."""
     ends = units.bounds[np.searchsorted(units.bounds, places, side="right")]
     return places[places + length <= ends]
 

@@ -103,9 +103,6 @@ def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | 
     return report if report.get("settings") == _as_kept(options.record()) else None
 
 
-# ---- before a model is loaded ----
-
-
 def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptions, is_coming: bool = False) -> None:
     """Raise one error that names everything an evaluation of this run would miss; with `is_coming` it need not have a
     checkpoint yet."""

@@ -108,9 +108,6 @@ def filter_system_calls() -> bool:
     return ctypes.CDLL(None).prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0) == 0
 
 
-# ---- files ----
-
-
 def readable() -> list[Path]:
     """What a program must read to import the standard library: each part of it, and shared libraries."""
     own = [path for path in LIBRARY.iterdir() if path.name not in ("site-packages", "dist-packages")]
@@ -158,9 +155,6 @@ def allow_by_namespace(paths: list[Path]) -> bool:
         os.chdir("/program")
         return is_whole
     return False
-
-
-# ---- where the kernel cannot ----
 
 
 REFUSED_EVENTS = (

@@ -56,8 +56,8 @@ class Scored:
 
 
 def score_questions(engine: Engine, questions: Sequence[Question], bar: Bar | None = None) -> list[list[Scored] | str]:
-    """Of each question, its continuations in their order, or, in words, why it cannot be scored. All rows go to the
-    engine at once, which shares what they have in common; the bar counts questions."""
+    """For each question its continuations in their order, or why it cannot be scored, in words. All rows go to the
+    engine at once, which shares what they have in common."""
     tokenizer, opening = engine.tokenizer, opening_id(engine.tokenizer)
     texts = [[each.prompt, *(each.prompt + continuation for continuation in each.continuations)] for each in questions]
     encoded = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(texts))))

@@ -17,6 +17,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.lock import Lock
+from zero2all.common.progress import say
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.report import figures
 from zero2all.track.writer import MetricsWriter, has_finished
@@ -38,7 +39,7 @@ class Watcher:
     evaluate: Callable[[int], dict[str, Any]]
     """Loads the checkpoint of a step and returns its report."""
     is_wanted: Callable[[int], bool] = lambda _: True
-    say: Callable[[str], None] = print
+    say: Callable[[str], None] = say
     poll_seconds: float = POLL_SECONDS
     is_done: Callable[[int], bool] | None = None
     """Whether a step has a report that will do; None: any report will."""

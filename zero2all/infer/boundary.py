@@ -105,7 +105,7 @@ def opening_id(tokenizer: Tokenizer) -> int:
 
 
 def _spelled(pieces: list[bytes], piece: bytes) -> slice:
-    """Where `piece` stands in sorted pieces."""
+    """The places of `piece` in sorted pieces: several ids may be spelled alike."""
     return slice(bisect_left(pieces, piece), bisect_right(pieces, piece))
 
 

@@ -99,12 +99,7 @@ class CudaDecoder:
     `greedy` never takes."""
 
     def __init__(
-        self,
-        weights: Weights,
-        blocks: KeyValueBlocks,
-        max_len: int,
-        never: Tensor | None = None,
-        records: bool = True,
+        self, weights: Weights, blocks: KeyValueBlocks, max_len: int, never: Tensor | None = None, records: bool = True
     ) -> None:
         from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.weights import LayerWeights, Weights, project
-from zero2all.ops.attention import ragged_attention, ragged_problem
+from zero2all.ops.attention import SequenceBorders, ragged_attention, ragged_problem
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.precision import widened
 from zero2all.ops.rope import QkNorm, RopeOp
@@ -82,7 +82,8 @@ class Forward:
             if places is not None:
                 k, v = self.blocks.keys[layer].flatten(0, 1)[places], self.blocks.values[layer].flatten(0, 1)[places]
             mixed = ragged_attention(
-                q.contiguous(), k.contiguous(), v.contiguous(), queries, keys, max(counts), max(lengths)
+                *(q.contiguous(), k.contiguous(), v.contiguous()),
+                *(SequenceBorders(queries, max(counts)), SequenceBorders(keys, max(lengths))),
             )
             return mixed.flatten(1)
 

@@ -145,7 +145,7 @@ def _time(seconds: float) -> str:
 
 
 def allreduce_advice(found: Sequence[Reduced]) -> str:
-    """From which size on half of the best bandwidth is reached: smaller messages should be joined."""
+    """The message size from which half of the best bandwidth is reached: smaller messages should be joined."""
     best = max(found, key=lambda one: one.bus_bandwidth)
     half = next(one for one in found if one.bus_bandwidth >= best.bus_bandwidth / 2)
     top = best.bus_bandwidth / 1e9

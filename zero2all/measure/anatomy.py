@@ -160,9 +160,6 @@ def _summed(kind: str, pieces: list[_TimedPiece], steps: list[Span]) -> Anatomy:
     return Anatomy(kind, len(steps), seconds, groups, ordered)
 
 
-# ---- kernels of a GPU ------------------------------------------------------------------------------------------------
-
-
 def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_TimedPiece]:
     launched = {
         one["args"]["correlation"]: one["ts"] / 1e6
@@ -217,9 +214,6 @@ def _uncovered(span: Span, covered: list[Span]) -> float:
     return max(0.0, left)
 
 
-# ---- operators of a CPU ----------------------------------------------------------------------------------------------
-
-
 def _operators(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_TimedPiece]:
     """Operators with their own time; the events come by their start, an outer one before those inside it."""
     own: dict[int, float] = {}
@@ -251,9 +245,6 @@ def _computes(name: str) -> bool:
 
 def _is_operator(event: Mapping[str, Any]) -> bool:
     return event.get("cat") == "cpu_op"
-
-
-# ---- floors ----------------------------------------------------------------------------------------------------------
 
 
 def product_flops(operator: Mapping[str, Any]) -> float | None:

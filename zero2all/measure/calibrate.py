@@ -204,7 +204,7 @@ def other_settings(setting: Setting) -> Iterator[Setting]:
             is_taken = setting.ops.taken[operator] == implementation.name
             if is_taken or operator == "cross_entropy" or implementation.name in FOR_DOCUMENTS:
                 continue
-            if implementation.probe(context) is not None:
+            if implementation.check(context) is not None:
                 continue
             ops = dataclasses.replace(setting.config.ops, strict=False, **cast(Any, {operator: implementation.name}))
             yield dataclasses.replace(setting, ops=resolve(ops, context))
@@ -239,9 +239,6 @@ class FigureStore:
         """Keep a figure."""
         self.figures[name] = value
         append_line(self.path, {"name": name, "value": value})
-
-
-# ---- from figures to a profile ---------------------------------------------------------------------------------------
 
 
 def machine_of(
@@ -296,7 +293,8 @@ def _heater_share(figures: Figures) -> float:
 
 
 def _host_op_seconds(figures: Figures) -> float:
-    """From real passes where they were measured: operators of a model are no small ones."""
+    """Host seconds of one operator: from real passes where they were measured, because a model's operators are not the
+    smallest."""
     if "host" in figures:
         return float(figures["host"]["block_seconds"] / HOST_OPS_PER_BLOCK)
     return float(figures["launch"]["host_op_seconds"])
@@ -346,7 +344,7 @@ def _operators(figures: Figures, taken: Mapping[str, str]) -> dict[str, TimeCurv
 
 
 def _with_larger(found: TimeCurve) -> TimeCurve:
-    """With points above the last: what a step takes once does not grow, and only the rest is extrapolated."""
+    """The curve with points above the last one: its fixed part does not grow, only the rest is extrapolated."""
     (small, first), (large, last) = found.points[0], found.points[-1]
     if large == small or last <= first:
         return found
@@ -388,8 +386,6 @@ def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: 
     found = machine_of(figures, machine.key, device, taken, {"watts": machine.watts})
     return dataclasses.replace(found, links=machine.links, collectives=machine.collectives, left=machine.left)
 
-
-# ---- a real training step beside the sum of its figures --------------------------------------------------------------
 
 # Figures are measured one at a time behind a heater. A step draws another power and so runs at another clock: all its
 # kernels at the same one, because the GPU follows its power over many kernels. The last figure of a config is therefore

@@ -61,9 +61,6 @@ def run_child(
     return {"status": FAILED, "reason": f"exit code {code}: {' | '.join(tail)}"}
 
 
-# ---- in the process --------------------------------------------------------------------------------------------------
-
-
 def with_status(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What a measurement finds, with its status; of one that fails, status and reason."""
     try:

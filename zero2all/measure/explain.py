@@ -58,9 +58,7 @@ def explain(record: RunRecord) -> Explanation:
     findings = [*_waiting(record), *_pauses(record), *_interruptions(record), *_uneven(record), *_memory(record)]
     findings += _padding(record)
     return Explanation(
-        record,
-        limit_of(record),
-        sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share)),
+        record, limit_of(record), sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share))
     )
 
 
@@ -86,9 +84,6 @@ def limit_of(record: RunRecord) -> str:
     if (mfu := record.mfu(CONVENTION)) is not None:
         text += f" Its steady steps reach {mfu:.1%} MFU ({CONVENTION} convention, data-sheet peak)."
     return text
-
-
-# ---- findings ----
 
 
 def _waiting(record: RunRecord) -> Iterator[RunFinding]:
@@ -123,7 +118,7 @@ def _pauses(record: RunRecord) -> Iterator[RunFinding]:
     if not total:
         return
     for cause, name, least, change in (
-        ("validate", "evaluation", 0.05, "evaluate half as often"),
+        ("validate", "validation", 0.05, "validate half as often"),
         ("save", "checkpoint stalls", 0.01, "save half as often"),
     ):
         share = spent[cause] / total

@@ -46,7 +46,7 @@ def listed_operators(config: RunConfig | None) -> list[dict[str, Any]]:
         {
             "operator": operator,
             "implementation": implementation.name,
-            "why_not": implementation.probe(where),
+            "why_not": implementation.check(where),
             "compile_safe": implementation.compile_safe,
             "deterministic": implementation.deterministic,
             "taken_by_auto": automatic[operator] == implementation.name,
@@ -77,9 +77,6 @@ def list_cells(entries: list[dict[str, Any]]) -> list[list[str]]:
         rows.append([shown, entry["implementation"], taken, here, *flags])
         before = entry["operator"]
     return [["operator", "implementation", "chosen by", "here", "compile-safe", "deterministic"], *rows]
-
-
-# ---- how each operator is called; legend as in `estimate.floors` ------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,6 @@ def profile_config(name: str, config: RunConfig, batch: BatchShape | None, steps
     )
 
 
-# ---- files and tables ------------------------------------------------------------------------------------------------
-
-
 def as_json(found: Profile) -> dict[str, Any]:
     """Everything."""
     plain = dataclasses.asdict(found)

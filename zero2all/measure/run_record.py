@@ -112,7 +112,7 @@ class RunRecord:
         return peak_flops(str(self.environment.get("device", "")))
 
     def mfu(self, convention: str = "palm") -> float | None:
-        """Of the steady steps."""
+        """MFU of the steady steps."""
         if self.speed is None or self.flops is None or self.peak is None:
             return None
         return self.speed.value * self.flops[convention] / (self.peak * self.processes)

@@ -125,7 +125,7 @@ class ReadyRun:
             self.loss, self.parts = ended.loss, ended.seconds
 
     def warm_up(self, seconds: float) -> None:
-        """Until kernels are compiled, passes captured and clocks settled."""
+        """Run until kernels are compiled, passes captured and clocks settled."""
         started, steps = time.perf_counter(), 0
         while steps < FIRST_STEPS or time.perf_counter() - started < seconds:
             self.steps(1)

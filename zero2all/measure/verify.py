@@ -148,9 +148,6 @@ def machine_line(machine: Machine) -> str:
     return f"{machine.name}, {machine.source}: {len(machine.matmuls)} products, {len(machine.operators)} operators"
 
 
-# ---- the best layouts of a plan ------------------------------------------------------------------------------------
-
-
 def measure_candidates(plan: LayoutPlan, count: int, seconds: float, timeout: float) -> LayoutPlan:
     """The best few on the GPU of this machine, each in its own process, on random tokens."""
     if plan.gpus != 1:

@@ -47,12 +47,7 @@ class RecomputedBlock(Block):
         self.train(block.training)
 
     def forward(
-        self,
-        x: Tensor,
-        branch: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        documents: Any | None,
+        self, x: Tensor, branch: Tensor | None, cos: Tensor, sin: Tensor, documents: Any | None
     ) -> tuple[Tensor, Tensor]:
         """As `Block`; without gradients there is no difference."""
         if not torch.is_grad_enabled():

@@ -103,12 +103,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.residual_dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        branch: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        documents: Any | None,
+        self, x: Tensor, branch: Tensor | None, cos: Tensor, sin: Tensor, documents: Any | None
     ) -> tuple[Tensor, Tensor]:
         """Residual and the branch not yet added to it (B, T, C) -> the same after this block."""
         normed, x = self.attention_norm(x, branch)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -132,12 +132,12 @@ def _sdpa_head(context: OpContext) -> str | None:
     return None
 
 
-def _probe_flash(context: OpContext) -> str | None:
+def _needs_flash(context: OpContext) -> str | None:
     return _half_precision_on_cuda(context) or _no_documents(context) or _sdpa_head(context)
 
 
 def _probe_cudnn(context: OpContext) -> str | None:
-    problem = _probe_flash(context)
+    problem = _needs_flash(context)
     if problem is not None:
         return problem
     if context.head_size > 128:
@@ -190,7 +190,7 @@ def _past_of_the_document(document_ids: Tensor) -> Callable[..., Tensor]:
     return visible
 
 
-def _probe_flex(context: OpContext) -> str | None:
+def _needs_flex(context: OpContext) -> str | None:
     if context.device != "cuda":
         return "it is compiled for CUDA devices"
     if context.dropout:
@@ -211,19 +211,28 @@ def varlen_attention(
     if boundaries is None:
         boundaries = torch.arange(0, B * T + 1, T, dtype=torch.int32, device=query.device)
     q, k, v = (heads.transpose(1, 2).reshape(B * T, -1, D) for heads in (query, key, value))
-    return ragged_attention(q, k, v, boundaries, boundaries, T, T).view(B, T, Hq, D).transpose(1, 2)
+    borders = SequenceBorders(boundaries, T)
+    return ragged_attention(q, k, v, borders, borders).view(B, T, Hq, D).transpose(1, 2)
+
+
+class SequenceBorders(NamedTuple):
+    """Where sequences that lie end to end begin, and the end (int32); and the length of the longest."""
+
+    begins: Tensor
+    longest: int
 
 
 def ragged_attention(
-    query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, most_queries: int, most_keys: int
+    query: Tensor, key: Tensor, value: Tensor, queries: SequenceBorders, keys: SequenceBorders
 ) -> Tensor:
-    """Sequences end to end: (N, Hq, D) queries, (M, Hk, D) keys and values -> (N, Hq, D). `queries` and `keys` (int32)
-    say where each begins, and the end. The queries of a sequence are its last positions."""
+    """Sequences end to end: (N, Hq, D) queries, (M, Hk, D) keys and values -> (N, Hq, D). The queries of a sequence are
+    its last positions."""
     from torch.nn.attention.varlen import varlen_attn
 
+    begins, longest = (queries.begins, keys.begins), (queries.longest, keys.longest)
     if not torch.is_grad_enabled():  # the same kernel, which knows groups of heads, in half of the host's time
         flash = torch.ops.aten._flash_attention_forward
-        mixed = flash(query, key, value, queries, keys, most_queries, most_keys, 0.0, True, False)[0]
+        mixed = flash(query, key, value, *begins, *longest, 0.0, True, False)[0]
         assert isinstance(mixed, Tensor)
         return mixed
     groups, known = query.shape[1] // key.shape[1], _varlen_parameters()
@@ -232,7 +241,7 @@ def ragged_attention(
         options["enable_gqa"] = True
     elif groups > 1:
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
-    mixed = varlen_attn(query, key, value, queries, keys, most_queries, most_keys, **options)
+    mixed = varlen_attn(query, key, value, *begins, *longest, **options)
     assert isinstance(mixed, Tensor)
     return mixed
 
@@ -259,7 +268,7 @@ def ragged_problem(context: OpContext) -> str | None:
     return problem
 
 
-def _probe_varlen(context: OpContext) -> str | None:
+def _needs_varlen(context: OpContext) -> str | None:
     problem = ragged_problem(context)
     if problem is None and context.dropout:
         problem = "it has no dropout"
@@ -274,7 +283,7 @@ def _of_package(
     return flash_packages.flash_attention_of(module, query, key, value)
 
 
-def _probe_package(module: str, context: OpContext) -> str | None:
+def _needs_package(module: str, context: OpContext) -> str | None:
     problem = _half_precision_on_cuda(context) or _no_documents(context) or _sdpa_head(context)
     if problem is None and context.dropout:
         problem = "it has no dropout"
@@ -325,7 +334,7 @@ def _package(name: str, module: str) -> AttentionImplementation:
     return AttentionImplementation(
         name,
         partial(_of_package, module),
-        partial(_probe_package, module),
+        partial(_needs_package, module),
         compile_safe=False,
         deterministic=False,
         footprint=FUSED,
@@ -336,17 +345,17 @@ IMPLEMENTATIONS = (
     _package("fa4", flash_packages.FA4),
     AttentionImplementation("sdpa_cudnn", cudnn_attention, _probe_cudnn, deterministic=False, footprint=MASKED),
     AttentionImplementation("sdpa", sdpa_attention, deterministic=False, footprint=MASKED),
-    AttentionImplementation("sdpa_flash", flash_attention, _probe_flash, deterministic=False, footprint=MASKED),
+    AttentionImplementation("sdpa_flash", flash_attention, _needs_flash, deterministic=False, footprint=MASKED),
     AttentionImplementation(
         "varlen",
         varlen_attention,
-        _probe_varlen,
+        _needs_varlen,
         compile_safe=False,
         deterministic=False,
         footprint=FUSED,
         prepare_documents=_boundaries,
     ),
-    AttentionImplementation("flex", flex_attention, _probe_flex, footprint=FLEX, prepare_documents=_document_blocks),
+    AttentionImplementation("flex", flex_attention, _needs_flex, footprint=FLEX, prepare_documents=_document_blocks),
     _package("fa3", flash_packages.FA3),
     AttentionImplementation("math", math_attention, footprint=Footprint(_saved_by_math, backward=_gradients_by_math)),
 )

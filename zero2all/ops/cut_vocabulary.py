@@ -9,6 +9,7 @@ process ever has the logits of another. The gradient of the hidden states is the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class Exchange(NamedTuple):
 def cut_linear_cross_entropy(kind: str, exchange: Exchange) -> LinearCrossEntropyOp:
     """`zero2all.ops.linear_cross_entropy` by this kind (triton or chunked), with the rows of one process as head."""
     assert kind in ("triton", "chunked"), f"{kind} needs the whole head"
-    return partial(loss_by_chunks, fill_by_chunks(partial(_losses_and_gradient, kind == "triton", exchange)))
+    return partial(loss_by_chunks, fill_by_chunks(CutKernel(exchange, kind == "triton")))
 
 
 class RowSums(NamedTuple):
@@ -42,35 +43,36 @@ class RowSums(NamedTuple):
     at_target: Tensor
 
 
-def _losses_and_gradient(
-    by_triton: bool,
-    exchange: Exchange,
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    vocab_size: int,
-    z: float,
-    gradient: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """As `zero2all.ops.linear_cross_entropy.torch_kernel`, of the logits (N, rows of one process)."""
-    first = exchange.rank * logits.shape[1]
-    columns = min(max(vocab_size - first, 0), logits.shape[1])  # the others are padding
-    sums: Callable[..., tuple[Tensor, Tensor, Tensor]] = _sums
-    slopes: Callable[..., None] = _slopes
-    if by_triton:
-        from zero2all.ops.kernels.cross_entropy import row_sums as sums
-        from zero2all.ops.kernels.cross_entropy import slopes_in_place as slopes
-    own = RowSums(*sums(logits, targets, first, columns))
-    largest = exchange.largest(own.largest.clone())
-    total, at_target = exchange.sum(torch.stack((own.exponentials * (own.largest - largest).exp(), own.at_target)))
-    logsum = largest + total.log()
-    counted = targets >= 0
-    losses = torch.where(counted, logsum - at_target, 0.0)
-    penalties = torch.where(counted, z * logsum.square(), 0.0) if z else None
-    if gradient:
-        here = torch.where(counted, weights, 0.0).to(logsum.dtype)
-        slopes(logits, targets, here, logsum, first, columns, z)
-    return losses, penalties
+@dataclass(frozen=True)
+class CutKernel:
+    """Losses and gradient of one chunk, with our kernels or by the formulas."""
+
+    exchange: Exchange
+    by_triton: bool
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `zero2all.ops.linear_cross_entropy.torch_kernel`, of the logits (N, rows of one process)."""
+        first = self.exchange.rank * logits.shape[1]
+        columns = min(max(vocab_size - first, 0), logits.shape[1])  # the others are padding
+        sums: Callable[..., tuple[Tensor, Tensor, Tensor]] = _sums
+        slopes: Callable[..., None] = _slopes
+        if self.by_triton:
+            from zero2all.ops.kernels.cross_entropy import row_sums as sums
+            from zero2all.ops.kernels.cross_entropy import slopes_in_place as slopes
+        own = RowSums(*sums(logits, targets, first, columns))
+        largest = self.exchange.largest(own.largest.clone())
+        exponentials = own.exponentials * (own.largest - largest).exp()
+        total, at_target = self.exchange.sum(torch.stack((exponentials, own.at_target)))
+        logsum = largest + total.log()
+        counted = targets >= 0
+        losses = torch.where(counted, logsum - at_target, 0.0)
+        penalties = torch.where(counted, z * logsum.square(), 0.0) if z else None
+        if gradient:
+            here = torch.where(counted, weights, 0.0).to(logsum.dtype)
+            slopes(logits, targets, here, logsum, first, columns, z)
+        return losses, penalties
 
 
 def _sums(logits: Tensor, targets: Tensor, first: int, columns: int) -> RowSums:

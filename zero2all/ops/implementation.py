@@ -1,4 +1,4 @@
-"""One implementation of an operator, the context it is chosen in, and the probes that several of them share."""
+"""One implementation of an operator, the context it is chosen in, and the checks that several of them share."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class OpContext:
         return self.heads // self.kv_heads if self.kv_heads else 1
 
 
-Probe = Callable[[OpContext], str | None]
+Check = Callable[[OpContext], str | None]
 """None when the implementation can run in this context, else the reason why not."""
 
 
 def runs_anywhere(context: OpContext) -> str | None:
-    """The probe of an implementation that needs nothing but torch."""
+    """The check of an implementation that needs nothing but torch."""
     del context
     return None
 
@@ -76,7 +76,7 @@ class Implementation(Generic[Op]):
 
     name: str
     function: Op
-    probe: Probe = runs_anywhere
+    check: Check = runs_anywhere
     compile_safe: bool = True
     """Whether torch.compile can trace it; if not, it runs as it is, between two graph breaks."""
     deterministic: bool = True  # whether equal inputs give equal bits, forward and backward
@@ -122,7 +122,7 @@ def compile_problem(device: str) -> str | None:
 
 
 def needs_triton(context: OpContext) -> str | None:
-    """The probe of our own kernels."""
+    """The check of our own kernels."""
     if context.device != "cuda":
         return "it needs a CUDA device"
     if not has_triton():
@@ -157,7 +157,7 @@ def needs_quack(context: OpContext) -> str | None:
 
 
 def needs_float8(context: OpContext) -> str | None:
-    """The probe of float8 matmuls."""
+    """The check of float8 matmuls."""
     problem = needs_triton(context)
     if problem is not None:
         return problem

@@ -31,9 +31,9 @@ from zero2all.ops.cross_entropy import CrossEntropyOp, torch_cross_entropy
 from zero2all.ops.footprint import Bytes, Footprint, Head, Moment, Sizes, nothing
 from zero2all.ops.gradient_sink import sink_of
 from zero2all.ops.implementation import (
+    Check,
     Implementation,
     OpContext,
-    Probe,
     has_triton,
     needs_quack,
     needs_triton,
@@ -261,7 +261,7 @@ def torch_linear_cross_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float = 0.0
 ) -> Loss:
     """torch's own, which chunks too."""
-    assert z == 0.0, "the probe refuses a z term"
+    assert z == 0.0, "the check refuses a z term"
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     losses = widened(
         F.linear_cross_entropy(rows, head[:vocab_size], wanted.clamp(min=-1), reduction="none", ignore_index=-1)
@@ -307,15 +307,15 @@ def problem_in_trial() -> str | None:
     return trial.problem_of(function, formula, [(rows, 256), (640, 256)], torch.bfloat16)
 
 
-def _with_whole_head(probe: Probe = runs_anywhere) -> Probe:
+def _with_whole_head(check: Check = runs_anywhere) -> Check:
     """Refuses a head whose rows are cut over processes."""
 
-    def check(context: OpContext) -> str | None:
+    def problem(context: OpContext) -> str | None:
         if context.vocabulary_cut:
             return "it needs the whole head, whose rows parallel.tensor cuts"
-        return probe(context)
+        return check(context)
 
-    return check
+    return problem
 
 
 def _by_chunks(row_bytes: Bytes, second_row_bytes: Bytes = nothing) -> Head:
@@ -374,11 +374,7 @@ EPILOGUES = Footprint(head=_by_chunks(_exponentials, _hidden_again), chunk_rows=
 
 IMPLEMENTATIONS: tuple[Implementation[LinearCrossEntropyOp], ...] = (
     Implementation(
-        "quack",
-        quack_linear_cross_entropy,
-        _with_whole_head(_needs_quack),
-        compile_safe=False,
-        footprint=EPILOGUES,
+        "quack", quack_linear_cross_entropy, _with_whole_head(_needs_quack), compile_safe=False, footprint=EPILOGUES
     ),
     Implementation("triton", triton_linear_cross_entropy, needs_triton, compile_safe=False, footprint=CHUNKS),
     Implementation("chunked", chunked_linear_cross_entropy, compile_safe=False, footprint=IN_STEPS),

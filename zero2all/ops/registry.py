@@ -1,6 +1,6 @@
 """Chooses, once and before the model is built, which implementation of each operator it uses.
 
-Each operator's file lists its implementations, best first. `auto` takes the first whose probe passes. A named one that
+Each operator's file lists its implementations, best first. `auto` takes the first whose check passes. A named one that
 cannot run here is an error, or, without `strict`, falls back to `auto` with the reason. What was asked, what was taken
 and why is returned as data, so that it can be printed, logged and saved in the checkpoint.
 
@@ -207,18 +207,18 @@ def _choose(
 ) -> tuple[Chosen, Choice]:
     by_name = {implementation.name: implementation for implementation in implementations}
     if asked != "auto":
-        problem = by_name[asked].probe(context)
+        problem = by_name[asked].check(context)
         if problem is None:
             return by_name[asked], Choice(operator, asked, asked, "as asked")
         if strict:
-            others = [one.name for one in implementations if one.name != asked and one.probe(context) is None]
+            others = [one.name for one in implementations if one.name != asked and one.check(context) is None]
             raise UsageError(
                 f"ops.{operator} {asked} cannot run on this machine: {problem}. Choose another implementation "
                 f"({', '.join(others)}), or set ops.strict to false to fall back."
             )
-    # In order, and no further than needed: some probes run their kernels, which takes seconds.
+    # In order, and no further than needed: some checks run their kernels, which takes seconds.
     ordered = sorted(implementations, key=lambda one: inside_compilation and not one.compile_safe)
-    taken = next((one for one in ordered if one.probe(context) is None), None)
+    taken = next((one for one in ordered if one.check(context) is None), None)
     if taken is None:
         raise UsageError(f"No implementation of {operator} runs on {context.device}.")
     if asked != "auto":

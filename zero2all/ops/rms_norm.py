@@ -107,12 +107,5 @@ IMPLEMENTATIONS: tuple[Implementation[RmsNormOp], ...] = (
     Implementation("triton", triton_rms_norm, needs_triton, compile_safe=False, footprint=KERNEL),
     Implementation("eager", eager_rms_norm, footprint=IN_STEPS),
     Implementation("torch", torch_rms_norm, footprint=LOW_PRECISION),
-    Implementation(
-        "triton_lean",
-        lean_rms_norm,
-        needs_triton,
-        compile_safe=False,
-        tolerance=2e-2,
-        footprint=LEAN,
-    ),
+    Implementation("triton_lean", lean_rms_norm, needs_triton, compile_safe=False, tolerance=2e-2, footprint=LEAN),
 )

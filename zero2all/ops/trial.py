@@ -1,7 +1,7 @@
 """Runs kernels of other packages once on small inputs, forward and backward, before a run depends on them.
 
 Packages that compile their kernels on first use fail there if compiler, driver and package do not fit together. In a
-probe that is a reason to choose another implementation; in the first step of a run it would end the run. The trial
+check that is a reason to choose another implementation; in the first step of a run it would end the run. The trial
 takes as long as compiling, which the first step would otherwise do. It cannot catch a kernel with an illegal memory
 access: that breaks the CUDA context of the process.
 """

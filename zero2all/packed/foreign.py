@@ -32,9 +32,6 @@ from zero2all.tokenizer.load import Tokenizer
 FileFormat = Literal["megatron", "numpy"]
 
 
-# ---- out ------------------------------------------------------------------------------------------------------
-
-
 def export_split(split: PackedSplit, folder: Path, to: FileFormat) -> list[Path]:
     """Write a split as `folder/<source>.<split>.…`; returns the files."""
     stem = f"{split.name}.{split.split}"
@@ -93,9 +90,6 @@ def _write(path: Path, chunks: Iterable[bytes], known: dict[str, dict[str, Any]]
     with written_file(path, known) as write:
         for chunk in chunks:
             write(chunk)
-
-
-# ---- in -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -337,8 +331,6 @@ def _facts(path: Path) -> dict[str, Any]:
     beside = path.with_suffix(".json")
     return read_json_object(beside, "Delete it to import without it.") if beside.is_file() else {}
 
-
-# ---- Megatron -------------------------------------------------------------------------------------------------
 
 # PREFIX.bin holds all tokens, one sequence after the other. PREFIX.idx: magic, version (uint64), type of the tokens
 # (uint8), sequences (uint64), entries of the document list (uint64); then the length of each sequence (int32), its

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,20 @@ class LoaderOptions:
     prefetch_steps: int = 2
     readers: int = 1
     reader_kind: str = "thread"
+    on_problem: Callable[[str], None] | None = None
+    """Told in a sentence, by a thread of the loader, of what was mended on the way. None: it is printed."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How batches get from the readers to a device, see `packed.transfer`."""
+
+    allocate: Allocate = np.empty
+    finish: Callable[[Batch], Batch] = lambda batch: batch
+    """Applied to each batch as soon as it is read, by a thread of its own."""
+
+
+IN_PLACE = Delivery()
 
 
 def rank_rows(samples: int, rank: int, ranks: int) -> tuple[int, int, int]:
@@ -200,11 +214,7 @@ class StepReader:
 
 
 class Loader:
-    """Iterate over the batches of `steps` steps of `tokens_per_step` tokens, from `first_token` on.
-
-    `finish` is applied to each batch as soon as it is read, by a thread of its own: it is how batches get to a device,
-    see `packed.transfer`. `on_problem` is told in a sentence of what was mended on the way, by such a thread too.
-    """
+    """Iterate over the batches of `steps` steps of `tokens_per_step` tokens, from `first_token` on."""
 
     def __init__(
         self,
@@ -213,21 +223,20 @@ class Loader:
         first_token: int,
         steps: int,
         options: LoaderOptions | None = None,
-        allocate: Allocate = np.empty,
-        finish: Callable[[Batch], Batch] | None = None,
-        on_problem: Callable[[str], None] | None = None,
+        delivery: Delivery = IN_PLACE,
     ) -> None:
         self.options = options or LoaderOptions()
         self.wait_seconds = 0.0
         """How long the trainer waited for the batch it was handed last."""
         self.total_wait_seconds = 0.0
-        self._allocate, self._finish = allocate, finish or (lambda batch: batch)
+        self._delivery = delivery
         self._firsts = iter(range(first_token, first_token + steps * tokens_per_step, tokens_per_step))
-        self._reader = StepReader(data, tokens_per_step, self.options)
+        # Without `on_problem`, because a process is sent a pickle of it.
+        self._reader = StepReader(data, tokens_per_step, replace(self.options, on_problem=None))
         self._processes: ReaderProcesses | None = None
         if self.options.reader_kind == "process":
             # Pickled, the data is a list of paths: every process maps the files itself.
-            self._processes = ReaderProcesses(self._reader, on_problem or say)
+            self._processes = ReaderProcesses(self._reader, self.options.on_problem or say)
         self._pool = ThreadPoolExecutor(self.options.readers, thread_name_prefix="z2a-loader")
         self._ahead: deque[Future[Batch]] = deque()
         for _ in range(self.options.prefetch_steps):
@@ -259,5 +268,5 @@ class Loader:
 
     def _read(self, first_token: int) -> Batch:
         if self._processes is not None:
-            return self._finish(self._processes(first_token))
-        return self._finish(self._reader(first_token, self._allocate))
+            return self._delivery.finish(self._processes(first_token))
+        return self._delivery.finish(self._reader(first_token, self._delivery.allocate))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero2all.packed.loader import Batch, Loader, LoaderOptions
+from zero2all.packed.loader import Batch, Delivery, Loader, LoaderOptions
 from zero2all.packed.mixture import TrainingData
 
 
@@ -25,14 +25,14 @@ def batches_on(
     first_token: int,
     steps: int,
     options: LoaderOptions | None = None,
-    on_problem: Callable[[str], None] | None = None,
 ) -> Loader:
     """A loader whose batches hold tensors on `device`; on the CPU they share memory with what was read."""
     if device.type != "cuda":
-        finish = partial(_mapped, convert=torch.from_numpy)
-        return Loader(data, tokens_per_step, first_token, steps, options, finish=finish, on_problem=on_problem)
-    to_device = _ToDevice(device)
-    return Loader(data, tokens_per_step, first_token, steps, options, to_device.allocate, to_device.send, on_problem)
+        delivery = Delivery(finish=partial(_mapped, convert=torch.from_numpy))
+    else:
+        to_device = _ToDevice(device)
+        delivery = Delivery(to_device.allocate, to_device.send)
+    return Loader(data, tokens_per_step, first_token, steps, options, delivery)
 
 
 class _ToDevice:

@@ -153,9 +153,6 @@ def writing_to(packed: Path) -> AbstractContextManager[None]:
     return folder_lock(packed, f"Another process is packing in {packed}. Wait for it, or choose another --work.")
 
 
-# ---- planning -------------------------------------------------------------------------------------------------
-
-
 def _make_plans(
     corpus: Path, sources: dict[str, dict[str, Any]], packed: Path, tokenizer: Tokenizer, options: PackOptions
 ) -> list[_Plan]:
@@ -304,9 +301,6 @@ def first_texts(corpus: Path, source: str, template: str) -> Iterator[str]:
             return
 
 
-# ---- the work -------------------------------------------------------------------------------------------------
-
-
 def _pack(
     plans: Sequence[_Plan],
     tokenizer_folder: Path,
@@ -425,9 +419,6 @@ def split_content(source: str, split: str, channel: str, tokenizer: Tokenizer) -
     """What the manifest of a split says first."""
     facts = {"source": source, "split": split, "channel": channel, "tokenizer": tokenizer.fingerprint}
     return {**facts, "vocab_size": tokenizer.vocab_size, "dtype": token_dtype(tokenizer.vocab_size).str}
-
-
-# ---- best fit, report -----------------------------------------------------------------------------------------
 
 
 def _build_indexes(packed: Path, indexes: Sequence[tuple[_Plan, int]], engine: TaskEngine) -> None:

@@ -92,9 +92,6 @@ def problems(config: SpreadConfig, sizes: MeshSizes) -> list[str]:
     return found
 
 
-# ---- ulysses ---------------------------------------------------------------------------------------------------------
-
-
 class _SequenceAllToAll(torch.autograd.Function):
     """(c, ...): part i goes to rank i; part i of the result came from rank i. It is its own transpose."""
 
@@ -147,9 +144,6 @@ def _to_tokens(mixed: Tensor, axis: Axis) -> Tensor:
 def _repeated(heads: Tensor, repeats: int) -> Tensor:
     """Each head `repeats` times, side by side."""
     return heads if repeats == 1 else heads.repeat_interleave(repeats, dim=1)
-
-
-# ---- gather ----------------------------------------------------------------------------------------------------------
 
 
 def _own_chunks(rank: int, size: int, length: int) -> list[tuple[int, int]]:

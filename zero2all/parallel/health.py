@@ -47,7 +47,7 @@ ISOLATE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class HealthRules:
-    """What is done about a bad one."""
+    """What is done about a bad machine."""
 
     excludes: bool = False
     """Only its machine ends with exit code 16; the others may start again without it. Else all end."""
@@ -70,7 +70,7 @@ class Verdict:
     """Of each pair: units, bytes per second, problem."""
 
     def note(self) -> str:
-        """One line about all of them."""
+        """One line about all machines."""
         times = [1e3 * one["seconds"] for one in self.ranks] or [0.0]
         speeds = [one["speed"] for one in self.pairs if one["speed"]] or [0.0]
         return message(
@@ -103,7 +103,7 @@ def check_health(store: dist.Store, rank: int, size: int, device: torch.device, 
 
 
 def _isolate(command: str, hosts: Iterable[str]) -> None:
-    """Tell whoever keeps the machines."""
+    """Run `resilience.isolate_command` for each bad machine."""
     for host in sorted(hosts):
         try:
             subprocess.run([*shlex.split(command), host], timeout=ISOLATE_SECONDS, check=True)
@@ -139,7 +139,7 @@ def find_bad(store: dist.Store, rank: int, size: int, device: torch.device) -> V
 
 
 def _next_pairs(store: dist.Store, number: int, came: set[int], size: int, per_unit: int) -> list[list[int]]:
-    """Rank 0: who meets whom, of those that came so far; who does not come is taken out of `came`."""
+    """Rank 0: pair the ranks that have arrived; one that does not arrive is removed from `came`."""
     seconds = PRODUCT_SECONDS if number == 1 else PAIR_SECONDS + LAST_WORD_SECONDS
     missing = wait_for_keys(store, [f"{number - 1}/{other}" for other in sorted(came)], seconds)
     came -= {int(key.partition("/")[2]) for key in missing}

@@ -144,8 +144,7 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this process adds the losses of its tokens to the figures of a step: of those that have the same
-        tokens, one does."""
+        """Whether this process adds its losses to the figures of a step: one of the processes with the same tokens."""
         return self.tensor.rank == 0 and self.pipeline.rank == self.pipeline.size - 1
 
     @cached_property

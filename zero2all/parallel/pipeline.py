@@ -192,7 +192,7 @@ class Pipeline:
                 mark("backward")
         messages.finish()
 
-    def evaluate(self, rows: int, seq_len: int, forward: Forward) -> None:
+    def forward_only(self, rows: int, seq_len: int, forward: Forward) -> None:
         """One forward pass, without gradients. A process is done when it has sent its own output."""
         messages = Messages(self._links, self._dtype, self._device, lambda _part: None)
         for number in self.own:

@@ -57,12 +57,7 @@ class GradientReducer:
     """Sends the gradients of one model."""
 
     def __init__(
-        self,
-        plan: FlatPlan,
-        mesh: Mesh,
-        parallel: ParallelConfig,
-        gradients: Tensor,
-        own_ranges: Sequence[slice],
+        self, plan: FlatPlan, mesh: Mesh, parallel: ParallelConfig, gradients: Tensor, own_ranges: Sequence[slice]
     ) -> None:
         """`gradients`: the flat buffer of all gradients, or for ZeRO-2 that of the own ranges, which lie in it at
         `own_ranges`. One process sends nothing."""

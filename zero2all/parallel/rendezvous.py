@@ -149,7 +149,7 @@ def why_not_reached(host: str, port: int, who: str = "rank 0") -> str:
 
 def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) -> None:
     """Return when all processes have come and are alike; else raise, in all of them, an error that names who differs in
-    what, who came twice, or who did not come."""
+    what, who connected twice, or who did not come."""
     facts = json.loads(json.dumps(facts, default=str))
     with ExitStack() as stack:
         own: dict[str, Any] = {"host": socket.gethostname(), "facts": facts}
@@ -157,7 +157,7 @@ def meet(store: dist.Store, rank: int, size: int, facts: Facts, seconds: float) 
         own["folder"] = str(Path(__file__).parents[1])
         if store.add(f"came/{rank}", 1) > 1:  # this one ends; the others too, unless their run has begun
             twice = (
-                f"Rank {rank} came twice: from {json.loads(store.get(f'rank/{rank}'))['process']} and from "
+                f"Rank {rank} connected twice: from {json.loads(store.get(f'rank/{rank}'))['process']} and from "
                 f"{own['process']}. Give each machine its own --node-rank, or each process its own RANK, and the same "
                 f"number of processes to all machines."
             )

@@ -26,6 +26,7 @@ from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
 from zero2all.estimate.step import (
     PassCosts,
+    PassOrder,
     StepTime,
     pass_costs,
     predict_step,
@@ -291,7 +292,7 @@ class Search:
         return found
 
     def _pass_costs(self, row: Row) -> tuple[Any, PassCosts, MemorySettings]:
-        """Of context and samples a pass depends on the tokens of a process alone."""
+        """The costs of a pass; a layout matters to them only by the tokens, context and samples of a process."""
         tokens = int(row["samples"]) * self.config.data.seq_len // int(row["context"])
         key = (row["tensor"], row["expert"], row["recompute"], tokens)
         if key not in self._costs:
@@ -326,12 +327,9 @@ class Search:
         config, model = config_of(self.config, row), self.config.model
         settings = memory_settings(config, self._ops, Mesh(sizes_of(row)), int(row["samples"]), self._workspace)
         captured = not config.parallel.every_pass_communicates and config.train.cuda_graph != "off"
-        return predict_step(
-            *(model, settings, self.machine, config.parallel.schedule, config.parallel.chunks),
-            cuda_graph=captured and not model.moe.experts,
-            tokens=config.train.tokens_per_step // config.groups,
-            costs=self._pass_costs(row)[1],
-        )
+        order = PassOrder(config.parallel.schedule, config.parallel.chunks, captured and not model.moe.experts)
+        tokens = config.train.tokens_per_step // config.groups
+        return predict_step(model, settings, self.machine, order, tokens, self._pass_costs(row)[1])
 
     def _memory(self, row: Row) -> float | None:
         """Bytes of the fullest process; None: they are not there."""
@@ -368,7 +366,7 @@ def explain_alternatives(search: Search, best: LayoutCandidate) -> Iterator[str]
 
 
 def time_differences(first: LayoutCandidate, second: LayoutCandidate) -> list[tuple[str, float]]:
-    """By part of a step, how many seconds longer the second takes; the largest differences first."""
+    """How many seconds longer each part of the second one's step takes, the largest differences first."""
     names = dict.fromkeys(part.name for one in (first, second) for part in one.time.parts)
     gains = {name: second.time.seconds(name) - first.time.seconds(name) for name in names}
     return sorted(gains.items(), key=lambda one: -abs(one[1]))

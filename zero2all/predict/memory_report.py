@@ -14,8 +14,8 @@ import torch
 
 from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
-from zero2all.estimate.cards import GIB, NCCL_BYTES, Card
 from zero2all.estimate.fit import Change, changes_that_help, process_bytes
+from zero2all.estimate.gpus import GIB, NCCL_BYTES, Card
 from zero2all.estimate.memory import MemoryEstimate, MemorySettings, binary_size, estimate_memory
 from zero2all.ops.registry import TAKEN_ON_A_GPU, Ops, assume_gpu, resolve
 from zero2all.packed.loader import rank_rows
@@ -52,7 +52,7 @@ class MemoryReport:
 
     @property
     def outside(self) -> list[tuple[str, float, str]]:
-        """From torch's allocated peak to what the process takes."""
+        """Bytes that the process takes beyond torch's allocated peak."""
         estimate, context = self.estimate, self.card.context_bytes
         nccl = self.process_bytes - estimate.process_bytes(context)
         rows = [

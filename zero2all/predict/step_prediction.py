@@ -18,7 +18,7 @@ from zero2all.estimate.gpus import device_of
 from zero2all.estimate.kernel_groups import ATTENTION, COMMUNICATION, COPIES, ELEMENTWISE, GEMM, LOSS, OPTIMIZER
 from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import MemoryEstimate, MemorySettings, estimate_memory
-from zero2all.estimate.step import StepTime, pass_costs, predict_step
+from zero2all.estimate.step import PassOrder, StepTime, pass_costs, predict_step
 from zero2all.ops.registry import Ops, assume_gpu, resolve
 from zero2all.parallel.check import spread_problems
 from zero2all.parallel.config import MeshSizes
@@ -82,7 +82,7 @@ class Prediction:
 
     @property
     def joules(self) -> float:
-        """Of all devices at the power that was measured, or that the data sheet allows."""
+        """Energy of all devices, at the power that was measured, or that the data sheet allows."""
         return self.run_seconds * self.machine.watts * self.settings.processes
 
     @property
@@ -113,13 +113,7 @@ class Prediction:
         }
 
 
-def predict(
-    config: RunConfig,
-    batch: BatchShape | None,
-    machine: Machine,
-    ops: Ops,
-    sizes: MeshSizes,
-) -> Prediction:
+def predict(config: RunConfig, batch: BatchShape | None, machine: Machine, ops: Ops, sizes: MeshSizes) -> Prediction:
     """The prediction of a config; `batch` is that of one process of the batch axes, None: its share of the config's."""
     placed, batch = shaped(config, batch, sizes)
     # A measured machine is this one, whose libraries are known.
@@ -132,7 +126,8 @@ def predict(
     captured = captured and (sizes.processes == 1 or batch.accumulation > 1)
     parallel = config.parallel
     tokens = placed.train.tokens_per_step // config.groups
-    step = predict_step(config.model, settings, machine, parallel.schedule, parallel.chunks, captured, tokens)
+    order = PassOrder(parallel.schedule, parallel.chunks, captured)
+    step = predict_step(config.model, settings, machine, order, tokens)
     return Prediction(
         batch=batch,
         machine=machine,
@@ -179,9 +174,6 @@ def components_of(step: StepTime, config: RunConfig, settings: MemorySettings, m
     found[COPIES] = sum(part.estimate for part in step.parts if part.name.startswith("offload"))
     found[IDLE] = step.seconds("host") + step.seconds("bubble")
     return found
-
-
-# ---- what is asked, checked ------------------------------------------------------------------------------------------
 
 
 def operators_for(config: RunConfig, machine: Machine, seq_len: int) -> Ops:

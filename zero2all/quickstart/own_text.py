@@ -263,7 +263,7 @@ def run_settings(tokens: Mapping[str, int], config: RunConfig, given: Collection
     choose({"schedule.warmup_steps": min(20, -(-steps // 10))})
     # Every state that is validated is kept, so that the best of them is there at the end.
     every = -(-steps // 5)
-    choose({"eval.every_steps": every, "checkpoint.every_steps": every, "checkpoint.keep_every_steps": every})
+    choose({"validation.every_steps": every, "checkpoint.every_steps": every, "checkpoint.keep_every_steps": every})
     length = chosen.get("data.seq_len", config.data.seq_len)
     if "data.mixture" not in given:
         too_small = any(count <= length for count in tokens.values())

@@ -130,10 +130,8 @@ class MachineCoordinator:
         self._door.close()
         time.sleep(LOOK_SECONDS)  # what the system still holds is sent after the end of this process too
 
-    # ---- connections ----
-
     def _take(self, connection: Connection) -> None:
-        """One that has proved the secret, in a thread of its own."""
+        """Serve a connection that has proved the secret, in a thread of its own."""
         with connection:
             if connection.hello.get("service") != "store":
                 self._listen(connection)
@@ -192,8 +190,8 @@ class MachineCoordinator:
             return message(f"--node-rank is {seat.node}, but machine 0 was started with --nodes {self._rules.most}.")
         if before and before.token != seat.token and time.monotonic() - before.heard < 3 * BEAT_SECONDS:
             return message(
-                f"Machine {seat.node} came twice: from {before.host} (process {before.process}) and from {seat.host} "
-                f"(process {seat.process}). Give each machine its own --node-rank."
+                f"Machine {seat.node} connected twice: from {before.host} (process {before.process}) and from "
+                f"{seat.host} (process {seat.process}). Give each machine its own --node-rank."
             )
         return ""
 
@@ -205,9 +203,7 @@ class MachineCoordinator:
         if seat in self._members and seat.report is None:
             seat.report = {"code": 1, "step": -1, "began": -1, "leaves": False, "doubt": LOST, "text": why, "error": ""}
         else:
-            say(f"z2a: machine {seat.name} has gone: {why}.")
-
-    # ---- looking ----
+            say(f"z2a: machine {seat.name} was lost: {why}.")
 
     def _look(self, now: float) -> None:
         own = self._seats.get(0)  # of this process: its silence says something about this machine, not about the others
@@ -322,12 +318,12 @@ class MachineCoordinator:
         ]
         is_due = self._trained_seconds(now) >= self._rules.settings.join_after_seconds and not self._is_saving
         if new and is_due and not any(reports) and len(self._choose(1)) > len(self._members):
-            say(f"z2a: machine {', '.join(seat.name for seat in new)} has come: the run saves and goes on with it.")
+            say(f"z2a: machine {', '.join(seat.name for seat in new)} has joined: the run saves and goes on with it.")
             self._is_saving = True
             self._members[0].send(do="save", attempt=self._number)
 
     def _judge(self, now: float) -> None:
-        """The attempt has ended everywhere: what comes next."""
+        """The attempt has ended on all machines: decide whether there is another one."""
         found = [(seat, seat.report) for seat in self._members if seat.report is not None]
         was_saving, self._members, self._store, self._is_saving = self._is_saving, [], None, False
         failed = [(seat, report) for seat, report in found if report.get("text")]  # empty: ended for another's sake

@@ -104,8 +104,6 @@ class Copies:
             raise FileNotFoundError(self._run / slots.ID_FILE)
         return slots.ram_home(self._base) / name
 
-    # ---- before an attempt ----
-
     def _complete(self, ring: _Ring) -> None:
         have = [_ask(ring, place) for place in range(len(ring.machines))]
         whole = set.intersection(*(own | held for (own, _), (_, held) in zip(have, have[1:] + have[:1], strict=True)))
@@ -124,8 +122,6 @@ class Copies:
             else:
                 say(f"z2a: step {save[0]} was fetched from the memory of machine {node}.")
                 return
-
-    # ---- what the machine before asks ----
 
     def _answer(self, connection: Connection) -> None:
         with connection, suppress(*PROBLEMS):  # the other side sees that there is no answer
@@ -149,8 +145,6 @@ class Copies:
                 with self._receiving:
                     _receive(connection, held, ring.ranks(-1), save)
                 connection.send({"done": True})
-
-    # ---- sending ----
 
     def _send_new(self) -> None:
         seen: Any = None

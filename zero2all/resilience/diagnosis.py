@@ -132,7 +132,7 @@ def stack_groups(ranks: Sequence[RankFacts]) -> list[tuple[list[int], str]]:
 
 
 def culprit(ranks: Sequence[RankFacts]) -> tuple[RankFacts, str]:
-    """Which rank began it, and what speaks for that; the evidence is a text for a person."""
+    """The rank that failed first, and the evidence for that, as a text for a person."""
     crashed = [facts for facts in ranks if facts.code not in (None, 0)]
     if crashed:
         own = [facts for facts in crashed if not facts.error.startswith(VICTIM)] or crashed

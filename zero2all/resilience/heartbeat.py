@@ -208,7 +208,7 @@ def beat(phase: str, step: int | None = None) -> None:
 
 @contextmanager
 def waiting_for_groups() -> Iterator[None]:
-    """While the block runs, others decide how long it takes: no limit of a step, a save or a validation counts."""
+    """While the block runs, no limit of a step, save or validation counts: other groups decide how long it lasts."""
     if _own is None:
         yield
         return

@@ -95,8 +95,6 @@ class Member:
         self._problem = ""
         threading.Thread(target=self._run, name="z2a-member", daemon=True).start()
 
-    # ---- for the supervisor ----
-
     def next_order(self, is_asked: Callable[[], bool], tell: Callable[[Order], None]) -> Order:
         """Wait for the next attempt or for the end; `tell` gets failures meanwhile."""
         begun, asked_at, noticed = time.monotonic(), 0.0, False
@@ -153,8 +151,6 @@ class Member:
         self._is_closed = True
         self._end_coordinator()
 
-    # ---- the connection ----
-
     def _send(self, message: dict[str, Any]) -> None:
         if (connection := self._connection) is not None:
             with suppress(OSError):  # it is lost, which the thread sees too
@@ -184,7 +180,7 @@ class Member:
             time.sleep(10 * POLL_SECONDS)
 
     def _refuse(self, is_other_secret: bool) -> None:
-        """What a person must mend is said at once."""
+        """End at once with an error that only a person can mend."""
         if is_other_secret:
             text = message(f"Machine 0 at {self.where} has another secret than this machine; {SHARE_ONE}.")
         else:

@@ -185,9 +185,6 @@ class RankProcesses(list[Rank]):
             rank.process.wait()
 
 
-# ---- where they print ----
-
-
 def _output(stream: int, number: int, stack: ExitStack) -> tuple[int, int]:
     """Where rank `number` prints: a pipe, or for the first rank of a command in a terminal another terminal, so that it
     still draws its bar. The reading end is closed with the stack."""

@@ -64,7 +64,7 @@ class NoMemoryFolderError(Exception):
 
 @dataclass(frozen=True)
 class WholeSlot:
-    """A buffer that is whole, apart from its data unless that was checked too."""
+    """A buffer whose header and JSON match their checksums; its data too, if that was asked for."""
 
     path: Path
     step: int
@@ -182,7 +182,7 @@ def _data_crc(handle: int, count: int) -> int:
 
 
 def _threads() -> int:
-    """For one of the processes of a run on this machine."""
+    """Threads for each of the run's processes on this machine."""
     return max(1, min(THREADS, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 

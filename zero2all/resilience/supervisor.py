@@ -34,9 +34,9 @@ from zero2all.resilience.diagnosis import (
     signal_words,
     take_stacks,
 )
+from zero2all.resilience.failure_page import Failure, same_error, write_page
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, WARM_UP_STEPS, Beat
 from zero2all.resilience.member import Member, Order, Report
-from zero2all.resilience.page import Failure, same_error, write_page
 from zero2all.resilience.ranks import Environment, RankProcesses
 from zero2all.resilience.restarts import DISK_FULL, Notices, Restarts
 from zero2all.resilience.warm import Warm, WarmRank
@@ -256,7 +256,7 @@ class _Supervisor:
             return code, failure
 
     def _say_stopped(self) -> None:
-        """That a signal or a notice came before a rank could say so."""
+        """Report a signal or notice that came before any rank could report it."""
         name = signal.Signals(self.asked[0]).name
         if self.has_notice:
             say("z2a: stopped before the run had started. Run the same command to continue.")
@@ -334,7 +334,7 @@ class _Supervisor:
         return all(process_state(rank.process.pid) == "T" for rank in self.ranks.living())
 
     def _lost_peers(self) -> list[str]:
-        """What the ranks said that only noticed the end of another: once, and after the cause."""
+        """The messages of ranks that only noticed that another had died: printed once, after the cause."""
         errors = [self.ranks.slots.error(number)[1] for number in range(len(self.ranks))]
         said = {rank.name: text for rank, text in zip(self.ranks, errors, strict=True) if text.startswith(VICTIM)}
         others = ", ".join(str(name) for name in list(said)[1:])
@@ -373,7 +373,7 @@ class _Supervisor:
         return codes
 
     def _over(self) -> list[int]:
-        """Ranks that are silent for longer than they may be, at two looks in a row."""
+        """Ranks whose heartbeat exceeded its limit at two checks in a row."""
         now = time.monotonic()
         if now - self.looked > PAUSED_SECONDS:
             self.resumed = now
@@ -390,7 +390,7 @@ class _Supervisor:
         return found
 
     def _silence(self, beat: Beat, now: float) -> tuple[float, float | None]:
-        """How long a rank is silent, and how long it may be."""
+        """How long a rank has been silent, and its limit."""
         limit = phase_limit(beat, self.watch.settings.limits, self.seen) if self.watch.watches_phases else None
         return now - max(beat.since, self.resumed), limit
 
@@ -557,7 +557,8 @@ def unusual_ends(codes: Sequence[int | None], grace_seconds: float, first: int =
 
 
 def _cause(codes: Sequence[int]) -> int:
-    """Of processes that ended between two looks, the code of one that did not end because of another."""
+    """The exit code of the root cause: of processes that ended between two checks, one that did not die because of
+    another."""
     if not codes:
         return 0
     code = next((code for code in codes if code != 1), codes[0])

@@ -55,7 +55,8 @@ class Warm:
         self.pid = self._process.pid
 
     def wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        """Until it has imported. Where that fails, takes longer, or lasts until `is_over`, it is lost."""
+        """Wait until the modules are imported. If that fails, takes too long, or lasts until `is_over`, the process is
+        given up."""
         end = time.monotonic() + seconds
         while self._answer() is None and not self.is_lost:
             if is_over() or time.monotonic() > end:
@@ -64,8 +65,8 @@ class Warm:
     def start(
         self, words: Sequence[str], environment: Mapping[str, str], descriptors: Mapping[int, int], seconds: float
     ) -> WarmRank | None:
-        """A rank: the command line after the program's name, its whole environment, and its descriptors, ours by the
-        number that it expects. None where there is no answer for so long."""
+        """Start a rank: the command line after the program's name, its whole environment, and its descriptors, ours by
+        the number that it expects. None: no answer in time."""
         order = os.memfd_create("order")
         with suppress(OSError), os.fdopen(order, "wb") as file:
             file.write(json.dumps([list(words), dict(environment), list(descriptors)]).encode())
@@ -84,8 +85,8 @@ class Warm:
         return self._answers.pop(0) if self._answers else None
 
     def collect(self, seconds: float = 0.0) -> None:
-        """Take in what it says: which ranks have started and ended. It goes on if somebody has stopped it (SIGSTOP): no
-        rank could be started or seen to end."""
+        """Read its messages: which ranks have started and ended. If somebody stopped it (SIGSTOP), continue it: it
+        starts the ranks and sees them end."""
         if not self.is_lost and process_state(self.pid) == "T":
             os.kill(self.pid, signal.SIGCONT)
         while not self.is_lost and select.select([self._socket], [], [], seconds)[0]:
@@ -104,7 +105,7 @@ class Warm:
             seconds = 0.0
 
     def close(self) -> None:
-        """End the process; ranks that still run are not its business any more."""
+        """End the process. Ranks that still run are left alone."""
         self.is_lost = True
         self._socket.close()
         self._process.kill()
@@ -140,9 +141,6 @@ class WarmRank:
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
-
-
-# ---- the process that forks ----
 
 
 def serve() -> None:
@@ -224,6 +222,6 @@ def end(code: int) -> NoReturn:
 
 
 def _name(name: str) -> None:
-    """What `top` and `ps` show: the command line is that of all of them."""
+    """Set what `top` and `ps` show: all ranks share one command line."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)

@@ -296,14 +296,7 @@ def chat_call(body: Any, loaded: LoadedModel, max_len: int) -> Call:
     given = given + begun if isinstance(given, str) else [*given, *begun_ids]
     stop = tuple(dict.fromkeys((*fields.get("stop", ()), *prompt.stop)))
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
-    request = TextRequest(
-        given,
-        limit,
-        stop=stop,
-        heal=prompt.heal,
-        logprobs=logprobs,
-        end_ids=prompt.end_ids,
-    )
+    request = TextRequest(given, limit, stop=stop, heal=prompt.heal, logprobs=logprobs, end_ids=prompt.end_ids)
     return dataclasses.replace(_call(fields, [request], []), dropped_messages=dropped)
 
 

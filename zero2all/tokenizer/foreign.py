@@ -160,9 +160,6 @@ def _unknown_kind(path: Path) -> BadInputError:
     )
 
 
-# ---- tiktoken -----------------------------------------------------------------------------------------------------
-
-
 def _from_tiktoken(
     path: Path, data: bytes, pattern: str | None, control: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:

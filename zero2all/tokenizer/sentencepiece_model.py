@@ -56,9 +56,6 @@ class SentencePieceModel:
         return self.types.index(UNKNOWN_PIECE)
 
 
-# ---- protobuf -----------------------------------------------------------------------------------------------------
-
-
 def _varint(data: bytes, place: int) -> tuple[int, int]:
     value = shift = 0
     while True:
@@ -151,9 +148,6 @@ def _not_a_model(origin: object, reason: str) -> BadInputError:
         f"{origin} is not a SentencePiece model ({reason}). Give a tokenizer.json, a .tiktoken file or a "
         "SentencePiece .model, and download it again if it is damaged."
     )
-
-
-# ---- conversion ---------------------------------------------------------------------------------------------------
 
 
 def sentencepiece_json(model: SentencePieceModel, origin: object) -> dict[str, Any]:

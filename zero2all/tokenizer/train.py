@@ -149,20 +149,14 @@ _Learned = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def _by_bpe(parts: Sequence[TextPart], config: TokenizerConfig, scratch: Path) -> _Learned:
-    from zero2all.tokenizer.bpe.learn import learn_bpe
+    from zero2all.tokenizer.bpe.learn import BpeResources, BpeRules, learn_bpe
 
     control = config.specials.names()
     learned = learn_bpe(
         parts,
         config.vocab_size - len(control),
-        scratch=scratch,
-        max_memory=config.memory_bytes,
-        threads=config.threads,
-        normalisation=config.normalise,
-        min_piece_count=config.min_piece_count,
-        max_piece_bytes=config.max_piece_bytes,
-        forbidden=control,
-        exact=config.exact,
+        BpeResources(scratch, config.memory_bytes, config.threads),
+        BpeRules(config.normalise, config.min_piece_count, config.max_piece_bytes, control, config.exact),
     )
     found = learned.facts
     facts = {"threshold": learned.threshold, "last_count": learned.last_count, "exact": learned.exact}

@@ -184,7 +184,8 @@ class Gate:
         return self.door.refuse(scope, 401, f"The token is wrong. {needed}" if is_wrong else needed)
 
     def _is_of_another_site(self, headers: Headers) -> bool:
-        """By what browsers say. A link to us is fine; programs say nothing."""
+        """Whether the browser says that another site sent the request. Following a link to us is fine; programs say
+        nothing."""
         site = headers.get("sec-fetch-site")
         if site == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return True

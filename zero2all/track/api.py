@@ -6,6 +6,9 @@ up by id among those found.
 An open page is told what happens by one stream of server-sent events per tab. A message says which runs have new rows,
 their version, and the few facts that are shown live; the page then fetches the ends of the curves it is drawing. So a
 stream that broke loses nothing: the new one begins with the present versions, and the page fetches whatever it lacks.
+
+`z2a board` serves it until it is stopped. Listening on loopback is the default and needs no token. Anything wider
+prints an address with a random token in it, which is the only way in.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +31,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from zero2all.common import jsonio
-from zero2all.common.errors import BadInputError
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track import facts
-from zero2all.track.access import Gate
+from zero2all.track.access import Gate, address, is_loopback, listen
+from zero2all.track.chart_library import MISSING, has_charts
+from zero2all.track.columns import user_cache
 from zero2all.track.curves import Curve, Query, curve, pack_curves, read_query
 from zero2all.track.export import csv_lines
-from zero2all.track.http_server import CONTENT_TYPES, body_of, page_routes
-from zero2all.track.library import RunLibrary, UnknownRunError
+from zero2all.track.http_server import CONTENT_TYPES, BoundedServer, ServerLimits, body_of, page_routes
+from zero2all.track.library import Root, RunLibrary, UnknownRunError
+from zero2all.track.ssh import SCHEME, is_address
 
 WEB = Path(__file__).parent / "web"
 MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.js")
@@ -257,3 +264,66 @@ def _route(answer: Callable[[Request, bytes], Response]) -> Callable[[Request], 
 
 def _json_route(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     return _route(lambda request, _: _json(answer(request)))
+
+
+DEFAULT_PORT = 6106
+SECONDS_TO_SEND_THE_REST = 1
+
+
+@dataclass(frozen=True)
+class BoardOptions:
+    """Where to listen, and to whom to answer."""
+
+    host: str = "127.0.0.1"
+    port: int | None = None  # None: the first free one from DEFAULT_PORT on. 0: any.
+    needs_token: bool = False  # ask for a token on loopback too: for machines that others also work on
+    allowed_hosts: Sequence[str] = ()
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+class Board:
+    """A board that is listening; `serve` answers until it is stopped."""
+
+    def __init__(self, places: Sequence[str], options: BoardOptions, cache: Path | None = None) -> None:
+        self.library = RunLibrary(open_roots(places, cache / "mirror" if cache else user_cache("mirror")), cache)
+        is_open = not is_loopback(options.host)
+        self.token = secrets.token_urlsafe(24) if is_open or options.needs_token else None
+        self.app: Starlette = make_app(
+            self.library, options.host, self.token, options.allowed_hosts, lambda: self.server.should_exit
+        )
+        self.socket = listen(options.host, options.port, DEFAULT_PORT)
+        self.url = address(options.host, self.socket) + (f"?token={self.token}" if self.token else "")
+        self.server = BoundedServer(self.app, options.limits, SECONDS_TO_SEND_THE_REST)
+
+    def serve(self) -> None:
+        """Answer until `stop` or Ctrl-C."""
+        self.server.run(sockets=[self.socket])
+
+    def stop(self) -> None:
+        """Make `serve` return soon; may be called from another thread."""
+        self.server.should_exit = True
+
+    def notes(self) -> list[str]:
+        """What the person should know, one sentence each."""
+        return [] if has_charts() else [MISSING]
+
+
+def open_roots(places: Sequence[str], mirrors: Path) -> list[Root]:
+    """A root per place: a folder, or `ssh://[user@]host/path`, which is copied below `mirrors`."""
+    roots = []
+    for place in places:
+        if is_address(place):
+            from zero2all.track.mirror import Mirror
+
+            mirror = Mirror(place, mirrors)
+            roots.append(Root(place[len(SCHEME) :], mirror.folder, mirror))
+        elif "://" in place:
+            raise UsageError(
+                f"`{place}` is neither a folder nor an ssh address. Give folders, or ssh://user@host/path/to/runs."
+            )
+        else:
+            folder = Path(place).expanduser()
+            if folder.is_file():
+                raise BadInputError(f"{folder} is a file. Give a folder with runs, a workspace, or one run's folder.")
+            roots.append(Root(str(folder), folder))
+    return roots

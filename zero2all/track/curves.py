@@ -1,6 +1,6 @@
-"""Curves as the page asks for them: a metric of a run along an axis, as a band of buckets with a smoothed line.
+"""Curves as the page asks for them: a metric of a run along an axis, as a band of bins with a smoothed line.
 
-Beyond what `RunReader.buckets` gives, the page needs the end of a curve only (what came after the last point it has),
+Beyond what `RunReader.bins` gives, the page needs the end of a curve only (what came after the last point it has),
 the difference to another run at equal x, and the parts that a later attempt took back. Smoothing is done at full
 resolution, but only on the points that are asked for and on enough neighbours that no difference can be seen, so that
 following a run of a million steps costs as little as following one of a thousand.
@@ -10,7 +10,7 @@ Curves travel as one small JSON heading and the columns as raw little-endian num
     uint32 length of the heading | heading (JSON, padded with spaces) | columns, each beginning at a multiple of 8
 
 The heading has one entry per curve: its facts, and `columns`, which lists the name, type and length of each column in
-their order. x is float64 (tokens and times need it), all else float32. A band of 1,600 buckets with its smoothed line
+their order. x is float64 (tokens and times need it), all else float32. A band of 1,600 bins with its smoothed line
 takes 38 KB, whatever the length of the run, and the page uses it without parsing.
 """
 
@@ -29,11 +29,10 @@ from numpy.typing import NDArray
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.schema import Problem, Range, UnknownName, build
-from zero2all.track.buckets import bucket
+from zero2all.track.bins import bins_of, parse_smoothing, smooth, width_for
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import parse_smoothing, smooth, width_for
 
-MAX_BUCKETS = 4_000
+MAX_BINS = 4_000
 MAX_BAD_MARKS = 200
 REACH = 20.0  # how many widths away a neighbour still matters
 
@@ -62,7 +61,7 @@ class Query:
     low: float | None = None
     high: float | None = None
     after: float | None = None  # only points beyond this; None for all
-    count: Annotated[int, Range(minimum=1, maximum=MAX_BUCKETS)] = 1000
+    count: Annotated[int, Range(minimum=1, maximum=MAX_BINS)] = 1000
     smooth: str | None = None  # as `parse_smoothing` reads it; None: not at all
     base: str | None = None  # id of the run whose values are subtracted
     ghosts: bool = False  # what later attempts took back, instead of the curve
@@ -119,17 +118,17 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
     smoothed = None if width is None else _smooth_part(values, first, end, width)
     part_x, part = x[first:end], values[first:end]
     low = None if query.after is not None else query.low
-    buckets = bucket(part_x, part, smoothed, low, query.high, query.count)
-    filled = buckets.count > 0
+    bins = bins_of(part_x, part, smoothed, low, query.high, query.count)
+    filled = bins.count > 0
     columns: dict[str, NDArray[Any]] = {
-        "x": buckets.x[filled],
-        "low": buckets.minimum[filled],
-        "high": buckets.maximum[filled],
-        "mean": buckets.mean[filled],
+        "x": bins.x[filled],
+        "low": bins.minimum[filled],
+        "high": bins.maximum[filled],
+        "mean": bins.mean[filled],
     }
-    if buckets.smooth is not None:
-        columns["smooth"] = buckets.smooth[filled]
-    if buckets.nonfinite:
+    if bins.smooth is not None:
+        columns["smooth"] = bins.smooth[filled]
+    if bins.nonfinite:
         bad = part_x[~np.isfinite(part)]
         columns["bad"] = bad[:: max(1, len(bad) // MAX_BAD_MARKS)][:MAX_BAD_MARKS]
     if width is not None and query.after is not None:  # what is new moves the smoothed line before it, too
@@ -141,7 +140,7 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
         "before": before,
         "start": float(x[0]) if total else None,
         "end": float(x[-1]) if total else None,
-        "nonfinite": buckets.nonfinite,
+        "nonfinite": bins.nonfinite,
         "last": next((float(value) for value in part[::-1] if math.isfinite(value)), None),
     }
     return Curve(facts, columns)

@@ -75,9 +75,6 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
     }
 
 
-# ---- events ----
-
-
 def marks(reader: RunReader, axis: Axis) -> dict[str, Any]:
     """What happened, as marks on the axis: the latest MAX_MARKS, and how many were left out."""
     events = [(number, event) for number, event in enumerate(reader.events()) if not _is_hidden(event)]

@@ -29,9 +29,9 @@ from rich.text import Text
 from zero2all.common.language import flush_right, padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, human_count, human_seconds, terminal_safe
+from zero2all.track.bins import MIN_POINTS
 from zero2all.track.listing import TRAIN_WRITER, median_step_seconds
 from zero2all.track.reader import Event, RunReader, RunStatus, Series
-from zero2all.track.smoothing import MIN_POINTS
 from zero2all.track.writer import END_KIND, SEGMENT_KIND
 
 if TYPE_CHECKING:
@@ -181,19 +181,19 @@ def _chart(reader: RunReader, columns: int, rows: int) -> list[Text]:
     series = reader.series(metric)
     points = max(1, len(series))
     smoothing = points / MIN_POINTS if points >= 4 * MIN_POINTS else None
-    buckets = reader.buckets(metric, count=2 * width, smoothing=smoothing)
-    low, high = _y_range(buckets.minimum.astype(float), buckets.maximum.astype(float))
+    bins = reader.bins(metric, count=2 * width, smoothing=smoothing)
+    low, high = _y_range(bins.minimum.astype(float), bins.maximum.astype(float))
     x_range = (float(series.step[0]), float(max(series.step[-1], series.step[0] + 1)))
     canvas = Canvas(width, height, x_range, (low, high), layers=2)
-    canvas.curve(buckets.x, buckets.minimum.astype(float), buckets.maximum.astype(float), layer=0 if smoothing else 1)
-    if buckets.smooth is not None:
-        canvas.curve(buckets.x, buckets.smooth.astype(float), layer=1)
+    canvas.curve(bins.x, bins.minimum.astype(float), bins.maximum.astype(float), layer=0 if smoothing else 1)
+    if bins.smooth is not None:
+        canvas.curve(bins.x, bins.smooth.astype(float), layer=1)
 
     title = Text(t("training loss") if metric == "loss" else _clean(metric), style="bold")
     last = float(series.value[-1])
     title.append(f" {last:.4f}", style="red" if not math.isfinite(last) else "cyan")
-    if buckets.smooth is not None and math.isfinite(buckets.smooth[-1]):
-        title.append("  " + t(f"smoothed {buckets.smooth[-1]:.4f}"), style="dim")
+    if bins.smooth is not None and math.isfinite(bins.smooth[-1]):
+        title.append("  " + t(f"smoothed {bins.smooth[-1]:.4f}"), style="dim")
     above = int((series.value[np.isfinite(series.value)] > high).sum())
     not_finite = int((~np.isfinite(series.value)).sum())
     spikes = sum(event.kind == "spike" for event in reader.events())

@@ -192,7 +192,7 @@ class _Connection(H11Protocol):
         self.server_state.of_host -= Counter({self.host: 1})  # an address without connections is forgotten
 
     def on_response_complete(self) -> None:
-        """From now on the next head is awaited."""
+        """Start the clock for the next request's head."""
         self.since = time.monotonic()
         self.server_state.by_age[self] = self.server_state.by_age.pop(self, None)
         super().on_response_complete()

@@ -119,8 +119,6 @@ class RunLibrary:
         self._listed_at = -math.inf
         self._listing_took = 0.0
 
-    # ---- the list ----
-
     def refresh_list(self, wanted: str | None = None) -> None:
         """Look for runs again, unless that was done a moment ago. Where a run is `wanted` that is not in the list, a
         shorter moment will do, and none when its folder exists."""
@@ -193,8 +191,6 @@ class RunLibrary:
             gone = [run_id for run_id in changed if run_id not in self._rows]
             return [self._rows[run_id] for run_id in changed if run_id in self._rows], gone
 
-    # ---- open runs ----
-
     @contextmanager
     def reading(self, run_id: str) -> Iterator[OpenRun]:
         """The open run `run_id`, for this thread alone."""
@@ -229,8 +225,6 @@ class RunLibrary:
                 if oldest is not run and not oldest.lock.locked():
                     del self._open[oldest.run_id]
             return run
-
-    # ---- mirrors ----
 
     def start(self) -> None:
         """Start the mirrors, and list the runs, so that the page finds the list ready."""

@@ -153,8 +153,6 @@ class MetricsFile:
             else:
                 self.left_out_events += 1
 
-    # ---- the sidecar ----
-
     def _load(self, fd: int, stat: os.stat_result) -> None:
         """Start from the sidecar if there is one of this very file."""
         if stat.st_size < SIDECAR_BYTES or (known := load_sidecar(self._sidecar_path)) is None:

@@ -144,8 +144,6 @@ class Mirror:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ---- the connection ----
-
     def _work(self) -> None:
         first, longest = self._retry_seconds
         pause = first
@@ -206,8 +204,6 @@ class Mirror:
             if not jobs:
                 self._stopping.wait(max(0.0, rest))
 
-    # ---- what to fetch ----
-
     def _parse(self, lines: list[bytes], is_one_run: bool) -> dict[PurePosixPath, FarFile]:
         """The files we want of those listed; the others are counted in `problems`."""
         far: dict[PurePosixPath, FarFile] = {}
@@ -263,8 +259,6 @@ class Mirror:
     def _request(self, file: FarFile, have: int, limit: int) -> RangeRequest:
         overlap = 0 if file.local in self._replaced else min(OVERLAP_BYTES, have)
         return RangeRequest(file.name, have - overlap, limit + overlap)
-
-    # ---- fetching ----
 
     def _fetch(self, connection: SshConnection, jobs: list[tuple[FarFile, RangeRequest]]) -> None:
         if shutil.disk_usage(self._slot).free < MIN_FREE_BYTES:
@@ -334,8 +328,6 @@ class Mirror:
             return self.folder / file.local
         version = file.identity if file.only_grows else f"{file.identity} {file.size}"
         return self._incoming / hashlib.sha256(f"{version} {file.local}".encode()).hexdigest()
-
-    # ---- what is gone, and what is here from the last time ----
 
     def _forget_gone(self, now: float) -> None:
         """Remove the copies of files that are no longer there."""

@@ -2,7 +2,7 @@
 
 One run: loss, loss per channel, held-out bits per byte per channel, learning rate, gradient norm, tokens per second,
 each only when its metrics are there. Several runs: one panel per metric, one color per run. Thin lines are the values
-as logged, thick lines are smoothed; below 50 points nothing is. Long curves keep the minimum and maximum of a bucket;
+as logged, thick lines are smoothed; below 50 points nothing is. Long curves keep the minimum and maximum of a bin;
 values that are not finite are marked in red at the bottom, resumes are dashed, unreadable lines are counted below.
 
 matplotlib is used through its objects, not through pyplot, so neither the caller's backend nor its settings change.
@@ -26,9 +26,9 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import translate
 from zero2all.common.progress import counted, human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
+from zero2all.track.bins import MIN_POINTS, smooth, width_for
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
-from zero2all.track.smoothing import MIN_POINTS, smooth, width_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,19 +116,16 @@ def plot_runs(folders: Sequence[Path], target: Path, options: PlotOptions | None
 
 
 def thin_out(x: NDArray[Any], values: NDArray[np.float64], max_points: int) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """At most `max_points` points that look the same: the lowest and the highest of every bucket, in order."""
+    """At most `max_points` points that look the same: the lowest and the highest of every bin, in order."""
     if len(x) <= max_points:
         return x, values
     keep = []
-    for bucket in np.array_split(np.arange(len(x)), max_points // 2):
-        if np.isfinite(values[bucket]).any():
-            low, high = np.nanargmin(values[bucket]), np.nanargmax(values[bucket])
-            keep += [bucket[min(low, high)], bucket[max(low, high)]]
+    for places in np.array_split(np.arange(len(x)), max_points // 2):
+        if np.isfinite(values[places]).any():
+            low, high = np.nanargmin(values[places]), np.nanargmax(values[places])
+            keep += [places[min(low, high)], places[max(low, high)]]
     index = np.unique(np.asarray(keep, dtype=np.int64))
     return x[index], values[index]
-
-
-# ---- what to draw ----
 
 
 @dataclass(frozen=True)
@@ -249,9 +246,6 @@ X_TICKS: dict[Axis, Callable[[float, int], str]] = {
 }
 
 
-# ---- how to draw it ----
-
-
 def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, suffix: str) -> bytes:
     import matplotlib.style
     from matplotlib import rc_context
@@ -259,12 +253,7 @@ def _render(runs: list[RunReader], panels: list[_Panel], options: PlotOptions, s
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    style: Any = {
-        **STYLE,
-        "font.family": ["DejaVu Sans", *cjk_fonts()],
-        "svg.hashsalt": "zero2all",
-        "pdf.fonttype": 42,
-    }
+    style: Any = {**STYLE, "font.family": ["DejaVu Sans", *cjk_fonts()], "svg.hashsalt": "zero2all", "pdf.fonttype": 42}
     # "default" puts aside what the person has in matplotlibrc; both contexts give everything back at the end.
     with matplotlib.style.context("default"), rc_context(style):
         layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, hspace=0.02, wspace=0.02)

@@ -18,17 +18,16 @@ from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.yamlio import read_yaml
-from zero2all.track.buckets import Buckets, bucket
+from zero2all.track.bins import Bins, bins_of, smooth, width_for
 from zero2all.track.columns import MAX_METRICS, MetricNames, user_cache
 from zero2all.track.listing import CONFIG_FILE, TRAIN_WRITER, RunListing, find_runs, metrics_files, read_status
 from zero2all.track.metrics_file import Event, MetricsFile
 from zero2all.track.series import NO_POINTS, Series, SeriesPart, by_step, concatenate, join_attempts, join_writers
-from zero2all.track.smoothing import smooth, width_for
 from zero2all.track.status import RunStatus
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 __all__ = [
-    "Axis", "Buckets", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "find_runs",
+    "Axis", "Bins", "Event", "RunData", "RunListing", "RunReader", "RunStatus", "Series", "find_runs",
     "read_run",
 ]  # fmt: skip
 
@@ -91,7 +90,7 @@ class RunReader:
             own = [file for file in self._in_order() if file.writer == writer]
             return concatenate([file.columns.points(metric) or NO_POINTS for file in own])
 
-    def buckets(
+    def bins(
         self,
         metric: str,
         axis: Axis = "step",
@@ -99,14 +98,14 @@ class RunReader:
         high: float | None = None,
         count: int = 2000,
         smoothing: float | None = None,
-    ) -> Buckets:
-        """The curve from `low` to `high` of `axis` in at most `count` buckets; `smoothing` is the width of
+    ) -> Bins:
+        """The curve from `low` to `high` of `axis` in at most `count` bins; `smoothing` is the width of
         the exponential mean in points, applied before the cut."""
         points = self.series(metric)
         x = self.along(points, axis)
         smoothing = width_for(points.value, smoothing)
         smoothed = None if smoothing is None else self._smoothed(metric, points, smoothing)
-        return bucket(x, points.value, smoothed, low, high, count)
+        return bins_of(x, points.value, smoothed, low, high, count)
 
     def events(self, after: int = 0) -> list[Event]:
         """Events in the order they were found, without the first `after` of them."""
@@ -171,8 +170,6 @@ class RunReader:
             counts[f"values of metrics beyond the first {MAX_METRICS:,} names"] = self._names.left_out_values
             return {problem: count for problem, count in counts.items() if count}
 
-    # ---- reading ----
-
     def _refresh(self) -> bool:
         folder = self.folder / METRICS_FOLDER
         if not folder.is_dir():
@@ -218,8 +215,6 @@ class RunReader:
 
     def _in_order(self) -> list[MetricsFile]:
         return sorted(self._files.values(), key=lambda file: (file.writer, file.attempt))
-
-    # ---- joining ----
 
     def _join(self, metric: str) -> tuple[Series, Series]:
         with self._lock:

@@ -27,7 +27,7 @@ from zero2all.common.errors import BadInputError, UsageError, is_out_of_memory
 from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
-from zero2all.estimate.cards import cublas_workspace
+from zero2all.estimate.gpus import cublas_workspace
 from zero2all.estimate.local_model import HeldStage
 from zero2all.estimate.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
@@ -259,7 +259,7 @@ def stage_settings(
 
 
 def workspace_here() -> float:
-    """What cuBLAS takes of torch's memory on this machine; 0 without a GPU."""
+    """Bytes that cuBLAS takes of torch's memory on this machine; 0 without a GPU."""
     return cublas_workspace(torch.cuda.get_device_capability()[0]) if torch.cuda.is_available() else 0.0
 
 

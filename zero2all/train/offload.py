@@ -104,8 +104,6 @@ class HostPipeline:
         self._job: _Job | None = None
         self._running: Future[None] | None = None
 
-    # ---- the main thread ----
-
     def start(self, update: Update, scale: Tensor, refused: Tensor) -> None:
         """Begin an update with the gradients as they are when the current stream gets here, times `scale`, or none if
         `refused`. Returns at once, unless the update before is not finished."""
@@ -132,8 +130,6 @@ class HostPipeline:
         if self._running is not None:
             self._running.result()
             self._running = None
-
-    # ---- the worker ----
 
     def _run(self, job: _Job) -> None:
         try:
@@ -193,7 +189,7 @@ class HostPipeline:
             job.arrived[piece.bucket].set_result(_mark(self._going))
 
     def _refuse(self, job: _Job) -> None:
-        """Nothing changes but the gradients, which are set to zero."""
+        """Skip the update: only the gradients change, to zero."""
         with self._on(self._coming):
             for number, bucket in enumerate(self._buckets):
                 bucket.all_gradients.zero_()

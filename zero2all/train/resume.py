@@ -34,7 +34,7 @@ SECTIONS_FREE_ON_RESUME = (
     "checkpoint",
     "resilience",
     "track",
-    "eval",
+    "validation",
     "guards",
 )
 """Changing these never changes which samples are seen or which learning rate is used."""

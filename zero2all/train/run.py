@@ -20,9 +20,9 @@ from zero2all.common.errors import (
     UsageError,
     for_all_ranks,
 )
-from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import counted
+from zero2all.common.progress import say as log
 from zero2all.common.signals import StopRequest, stop_requests, stop_signals_to
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values, flat_values
@@ -38,7 +38,7 @@ from zero2all.train.checkpoints.checks import ReplicasDifferError
 from zero2all.train.checkpoints.memory import MemoryStore
 from zero2all.train.checkpoints.retention import Retention, discard
 from zero2all.train.checkpoints.run_lock import LOCK_NAME, Fence, RunLock, behind, hold_run, no_fence
-from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.checkpoints.store import CheckpointStore, SaveRules
 from zero2all.train.context import RunContext
 from zero2all.train.guards.documents import Decode
 from zero2all.train.hooks.diloco import open_ranks, with_group
@@ -61,7 +61,7 @@ def train(
     accept_changes: bool = False,
     take_over: bool = False,
     make_decode: Callable[[], Decode] | None = None,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = log,
     brief: bool = False,
     started: float | None = None,
 ) -> TrainSummary:
@@ -75,7 +75,7 @@ def train(
         # From here on: a signal that comes during the setup is handled at the end of the first step.
         stop = stack.enter_context(stop_requests())
         world = stack.enter_context(_joined_world(config, stop))
-        speak = (lambda text: say(t(text))) if world.is_first else lambda _text: None
+        speak = say if world.is_first else lambda _text: None
         stack.enter_context(_explain_peer_failure(config, run, world))
         store = stack.enter_context(_locked_store(config, run, world, take_over, speak))
         began = time.monotonic()
@@ -241,8 +241,7 @@ def _locked_store(
             run,
             world.control,
             Retention(keep.keep_last, keep.keep_every_steps, config.guards.rollback_margin_steps, keep.keep_best),
-            when_busy=keep.when_busy,
-            peer_timeout_seconds=config.parallel.timeout_seconds,
+            rules=SaveRules(keep.when_busy, peer_timeout_seconds=config.parallel.timeout_seconds),
             fence=lock.check,
             say=say,
         )

@@ -148,11 +148,7 @@ def saved_steps(first_step: int, last_step: int, every_steps: int) -> list[int]:
 
 
 def check_disk(
-    run: Path,
-    retention: Retention,
-    coming: Sequence[int],
-    checkpoint_bytes: int,
-    existing_steps: Sequence[int] = (),
+    run: Path, retention: Retention, coming: Sequence[int], checkpoint_bytes: int, existing_steps: Sequence[int] = ()
 ) -> str:
     """A note on the disk space for the checkpoints of the whole run, those of the steps `coming` too, after retention;
     raises when it is not free."""
@@ -375,21 +371,12 @@ def dry_run_config(config: RunConfig, updates: int = UPDATES, samples: int = 8) 
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(
-            config.parallel,
-            replicate="auto",
-            shard="auto",
-            pipeline=1,
-            context=1,
-            tensor=1,
-            expert=1,
+            config.parallel, replicate="auto", shard="auto", pipeline=1, context=1, tensor=1, expert=1
         ),
         diloco=DilocoConfig(),
         model=dataclasses.replace(config.model, embedding_dropout=0.0, attention_dropout=0.0, residual_dropout=0.0),
         train=dataclasses.replace(
-            config.train,
-            steps=updates + 1,
-            tokens_per_step=rows * config.data.seq_len,
-            micro_batch_samples=rows,
+            config.train, steps=updates + 1, tokens_per_step=rows * config.data.seq_len, micro_batch_samples=rows
         ),
         schedule=ScheduleConfig(kind="constant", warmup_steps=min(3, updates)),
         stages=[],

@@ -11,7 +11,7 @@ from zero2all.common.files import sweep_partials, write_atomic
 from zero2all.config import RunConfig, config_from_values, config_yaml, read_config_values, with_new_names
 
 CONFIG_FILE = "config.yaml"
-SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "eval")
+SECTIONS_OF_EVERY_RUN = ("data", "model", "train", "validation")
 """Sections that a saved config must have: a truncated file must not be filled up with defaults."""
 
 

@@ -96,8 +96,9 @@ def bubble_share(seconds: Mapping[str, float]) -> float:
 
 
 class TimeOfDay:
-    """When marks were passed, by the host's clock, which knows a span: after the last kernel of a step was queued and
-    before the step was read. Within it the device's clock decides, from the last mark that the span corrected."""
+    """When marks were passed, by the host's clock. The host knows only that it was after the last kernel of the step
+    was queued, and before the step was read. Within these bounds the device's clock, counted from the last mark,
+    decides."""
 
     def __init__(self, mark: Mark, at: float) -> None:
         """`at`: about when `mark` was passed."""

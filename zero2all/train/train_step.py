@@ -138,7 +138,7 @@ class _Passes:
             self.timer.mark("backward")
 
     def run_pipeline(self) -> None:
-        """As the schedule of the pipeline says; other processes have the other blocks."""
+        """Run the passes in the order of the pipeline's schedule; the other blocks are in other processes."""
         weights, pipeline = self.state.weights, self.state.pipeline
         assert pipeline is not None, "only a pipeline has a schedule"
         weights.begin_pass(False)

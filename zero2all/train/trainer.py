@@ -47,9 +47,8 @@ from zero2all.train.hooks.checkpointing import Checkpointing
 from zero2all.train.hooks.diloco import Diloco
 from zero2all.train.hooks.guards import Guards, RollbackNeeded
 from zero2all.train.hooks.replica_check import ReplicaCheck, Rerun
-from zero2all.train.hooks.reports import RunLog
+from zero2all.train.hooks.reports import RunLog, UpdateRatios
 from zero2all.train.hooks.stragglers import Stragglers
-from zero2all.train.hooks.update_ratios import UpdateRatios
 from zero2all.train.hooks.validation import Validation
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.resume import load_checkpoint
@@ -177,8 +176,6 @@ class Trainer:
                 hook.at_pause()
         self.checkpoints.report_finished()
 
-    # ---- moments ----
-
     def begin(self) -> None:
         """Restore the guards, and check what can be checked without training."""
         context, state = self.context, self.state
@@ -225,10 +222,11 @@ class Trainer:
             prefetch_steps=data.prefetch_steps,
             readers=data.readers,
             reader_kind=data.reader_kind,
+            on_problem=self.log.warn_from_any_rank,
         )
         steps_left = max(0, state.last_step - state.step)
-        per_step, warn = self.config.train.tokens_per_step, self.log.warn_from_any_rank
-        loader = batches_on(self.world.device, state.data, per_step, state.tokens, steps_left, options, warn)
+        per_step = self.config.train.tokens_per_step
+        loader = batches_on(self.world.device, state.data, per_step, state.tokens, steps_left, options)
         beat("data", state.step)
         return loader
 
@@ -344,8 +342,6 @@ class Trainer:
             held_out_scores=self.validation.scores,
             first_loss_seconds=first_loss,
         )
-
-    # ---- parts of the moments ----
 
     def _check_before_first_step(self, checkpoint_bytes: int) -> list[str]:
         """Disk space for checkpoints, memory, token ids that the model lacks."""

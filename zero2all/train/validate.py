@@ -3,7 +3,7 @@
 It is the mean nats per token over contiguous rows. The held-out documents of a source stand one after the other as they
 are packed, each with its end token; row i holds tokens i x T to (i + 1) x T, T = data.seq_len, and predicts all but its
 first, so that every token is scored once. Scored are the whole rows from the start of each source, at most
-eval.valid_tokens_per_source tokens of it; all sources of the run are summed, so that a token counts alike wherever it
+validation.tokens_per_source tokens of it; all sources of the run are summed, so that a token counts alike wherever it
 is from. Computed in train.precision, summed in float64; with data.document_mask attention stays within documents, as in
 training. The loop records the value in the manifest of the checkpoint, and `z2a eval` takes it from there or, where
 a checkpoint was saved without a validation, computes the same.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero2all.config import RunConfig
-from zero2all.config.training import EvalConfig
+from zero2all.config.training import ValidationConfig
 from zero2all.model.z2all import PipelineStage, Z2all
 from zero2all.packed.config import DataConfig
 from zero2all.packed.samples import Borders, ConcatSamples
@@ -109,7 +109,7 @@ def held_out_scores(
     world: World | None = None,
     pipeline: Pipeline | None = None,
 ) -> Scores:
-    """The scores of a model by channel, as `config.eval` says.
+    """The scores of a model by channel, as `config.validation` says.
 
     Samples are windows of data.seq_len whatever the packing and the stage, so that values can be compared over a run.
     The work is split over the processes, also within sequences; all make the same number of passes,
@@ -117,7 +117,7 @@ def held_out_scores(
     """
     world = world or World(device=model.embedding.weight.device)
     data = config.data
-    batches = valid_batches(splits, data.seq_len, config.eval)
+    batches = valid_batches(splits, data.seq_len, config.validation)
     channels = list(dict.fromkeys(batch.split.channel for batch in batches))
     sums = torch.zeros(3, len(channels), dtype=torch.float64, device=world.device)  # nats, tokens, bytes
     was_training = model.training
@@ -136,23 +136,18 @@ def held_out_scores(
         sums.zero_()
     nats, tokens, text_bytes = world.mesh.world.sum(sums).tolist()
     return {
-        channel: {
-            "loss": cost / count,
-            "bits_per_byte": cost / math.log(2) / size,
-            "tokens": count,
-            "bytes": size,
-        }
+        channel: {"loss": cost / count, "bits_per_byte": cost / math.log(2) / size, "tokens": count, "bytes": size}
         for channel, cost, count, size in zip(channels, nats, tokens, text_bytes, strict=True)
         if count
     }
 
 
-def valid_batches(splits: list[PackedSplit], seq_len: int, config: EvalConfig) -> list[ValidBatch]:
+def valid_batches(splits: list[PackedSplit], seq_len: int, config: ValidationConfig) -> list[ValidBatch]:
     """The samples that are scored: the first ones of each split."""
     found = []
     for split in splits:
         windows = ConcatSamples(split, seq_len)
-        samples = min(windows.count, max(1, config.valid_tokens_per_source // seq_len))
+        samples = min(windows.count, max(1, config.tokens_per_source // seq_len))
         found += [
             ValidBatch(split, windows, first, min(config.batch_samples, samples - first))
             for first in range(0, samples, config.batch_samples)
@@ -187,5 +182,5 @@ def _score(
     if pipeline is None:
         forward(None, 0, None)
     else:
-        pipeline.evaluate(batch.count, data.seq_len, forward)
+        pipeline.forward_only(batch.count, data.seq_len, forward)
     return nats, counts.sum(dtype=torch.float64)

@@ -191,7 +191,12 @@ def test_titles_are_repaired_and_masked() -> None:
 # ---- the config ---------------------------------------------------------------------------------------------
 
 
-def test_defaults_survive_the_way_through_a_mapping() -> None:
+def test_channels_have_their_own_defaults_which_survive_the_way_through_a_mapping() -> None:
+    scripts = {channel: default_config(channel).wrong_script.script for channel in ("zh", "en", "code")}
+    assert scripts == {"zh": "han", "en": "latin", "code": "ascii"}
+    for rule, channels in (("licence_headers", ["code"]), ("long_lines", ["code"]), ("wrong_script", list(scripts))):
+        on = [each for each in ("zh", "en", "code", "klingon") if getattr(default_config(each), rule).on]
+        assert (rule, on) == (rule, channels)
     for channel in ("zh", "en", "code", "other"):
         problems: list[Problem] = []
         default = default_config(channel)

@@ -21,7 +21,7 @@ STEPS, SMALL = 2, {"layers": 1, "samples": 2}
 
 
 def with_our_kernels(rms_norm=triton_rms_norm, linear_name="fp32_wgrad", linear=fp32_wgrad_linear) -> Ops:
-    """What `auto` takes on a GPU, attention apart, though the probes refuse it on a CPU."""
+    """What `auto` takes on a GPU, attention apart, though the checks refuse it on a CPU."""
     eager = resolved(EAGER, "float32")
     choices = [
         dataclasses.replace(choice, got="triton") if choice.operator == "optimizer" else choice

@@ -52,7 +52,7 @@ def both(shapes, turns, device, given, nesterov=True, gradient=torch.float32, wa
         for values in (*gradients, *momenta):
             values[..., 2 : len(values) // 2 + 2, :] *= 1e-3
             values[..., :1, :] = 0
-        yield momenta, prepare(gradients, momenta, turns, given, nesterov, wanted, use)
+        yield momenta, prepare(gradients, momenta, turns, given._replace(nesterov=nesterov), wanted, use)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -81,7 +81,7 @@ def test_gradients_and_results_in_bfloat16_with_and_without_a_factor(device, sca
 
 def test_rows_may_be_longer_than_a_block_and_values_have_no_momentum(device):
     values = tensors([(3, 9001)], 1, device, torch.bfloat16)
-    x, found = (prepare(values, None, [1], numbers(device, 0.5), True, torch.float32, use) for use in (False, True))
+    x, found = (prepare(values, None, [1], numbers(device, 0.5), torch.float32, use) for use in (False, True))
     torch.testing.assert_close(found, x, rtol=1e-5, atol=1e-8)
     torch.testing.assert_close(found.norm(dim=-1), torch.full((1, 3), 1 / (1.01 * 3**0.5), device=device))
 
@@ -96,24 +96,24 @@ def test_the_step_is_that_of_the_formula(device, small_blocks, stack, cautious):
     o = o if rows > columns else o.contiguous()
     squares = [torch.rand(size, max(rows, columns), device=device) + 0.5 for size in sizes]
     factors = line_factors(o, squares, 0.9, None)
-    weights = [], []
+    weights, given = ([], []), numbers(device)._replace(cautious=cautious)
     for use, made in zip((False, True), weights, strict=True):
         made += tensors(shapes, 5, device)
         for weight, turn, *pieces in zip(made, turns, o.split(sizes), factors.split(sizes), strict=True):
-            take_step(weight, *pieces, turn, numbers(device), cautious, use)
+            take_step(weight, *pieces, turn, given, use)
     torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
     part, step = tensors([(rows, columns)], 5, device)[0], o[:1]  # of a matrix that is cut: no factors
     expected = part.clone()
-    take_step(expected, step, None, 1, numbers(device), cautious, False)
-    take_step(part, step, None, 1, numbers(device), cautious, True)
+    take_step(expected, step, None, 1, given, False)
+    take_step(part, step, None, 1, given, True)
     torch.testing.assert_close(part, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_skipped_step_leaves_every_bit_as_it_was(device):
     given, (weight, momentum) = numbers(device, torch.nan, True), tensors([(6, 9), (6, 9)], 1, device)
     before = [weight.clone(), momentum.clone()]
-    x = prepare([torch.full_like(weight, torch.inf)], [momentum], [2], given, True, torch.bfloat16, True)
-    take_step(weight, x, torch.full((2, 9), torch.nan, device=device), 2, given, True, True)
+    x = prepare([torch.full_like(weight, torch.inf)], [momentum], [2], given, torch.bfloat16, True)
+    take_step(weight, x, torch.full((2, 9), torch.nan, device=device), 2, given._replace(cautious=True), True)
     assert_same_bits([weight, momentum], before)
 
 

@@ -13,7 +13,7 @@ from benchmarks.bpe_reference import ReferenceEncoder, reference_train
 from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
 from zero2all.tokenizer.bpe import learn as learn_module
 from zero2all.tokenizer.bpe import merging
-from zero2all.tokenizer.bpe.learn import Memory, learn_bpe
+from zero2all.tokenizer.bpe.learn import BpeResources, BpeRules, Memory, learn_bpe
 from zero2all.tokenizer.parts import parts_from_texts
 
 TEXTS = chinese_like(seed=3, clauses=9000)
@@ -27,7 +27,7 @@ def same(one, other) -> bool:
 def plain(tmp_path_factory):
     """Trained without any cut, on one thread, with all memory."""
     folder = tmp_path_factory.mktemp("plain")
-    return learn_bpe([TextList(TEXTS)], 1500, scratch=folder, threads=1, cut=False)
+    return learn_bpe([TextList(TEXTS)], 1500, BpeResources(folder, threads=1), BpeRules(cut=False))
 
 
 @pytest.mark.slow
@@ -150,7 +150,9 @@ def test_any_small_text_equals_the_naive_trainer(data, tmp_path_factory):
         pieces, merges, short = reference_train(texts, len(pieces), **limits)
     for cut in (True, False):
         scratch = tmp_path_factory.mktemp("small")
-        learned = learn_bpe([TextList(texts)], len(pieces), scratch=scratch, threads=1, cut=cut, **limits)
+        learned = learn_bpe(
+            [TextList(texts)], len(pieces), BpeResources(scratch, threads=1), BpeRules(cut=cut, **limits)
+        )
         assert learned.pieces == pieces
         assert learned.merges == merges
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.browser import watched_page
 from zero2all.track import MetricsWriter
+from zero2all.track.api import Board, BoardOptions
 from zero2all.track.chart_library import CHART_LIBRARY
-from zero2all.track.server import Board, BoardOptions
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 """A run may have any name that a folder may have."""

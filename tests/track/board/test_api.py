@@ -23,10 +23,9 @@ from starlette.testclient import TestClient
 from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.track import MetricsWriter
-from zero2all.track.api import make_app, stream_changes
+from zero2all.track.api import Board, BoardOptions, make_app, open_roots, stream_changes
 from zero2all.track.curves import Curve, pack_curves, unpack_curves
 from zero2all.track.library import Root, RunLibrary, UnknownRunError
-from zero2all.track.server import Board, BoardOptions, open_roots
 
 from .conftest import HOSTILE, SPIKE_STEP
 
@@ -77,7 +76,7 @@ def test_a_run_that_just_began_is_found_however_long_listing_takes(tmp_path):
             pass
 
 
-def test_a_spike_of_one_step_is_in_the_band_however_few_buckets_there_are(client):
+def test_a_spike_of_one_step_is_in_the_band_however_few_bins_there_are(client):
     (curve,) = curves(client, {"run": "0/base", "metric": "loss", "count": 10})
     assert len(curve.columns["x"]) == 10
     assert curve.columns["high"].max() > 6.5

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from zero2all.track import MetricsWriter
-from zero2all.track.api import page_files
+from zero2all.track.api import BoardOptions, page_files
 from zero2all.track.chart_library import CHART_LIBRARY
-from zero2all.track.server import BoardOptions
 
 from .conftest import HOSTILE, SPIKE_STEP, ServedBoard
 

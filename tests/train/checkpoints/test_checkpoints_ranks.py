@@ -50,7 +50,8 @@ def whole(tensors):
 SAVE = (
     STATE
     + """
-store = CheckpointStore(run, dist.group.WORLD, largest_file_bytes=400)
+from zero2all.train.checkpoints.store import SaveRules
+store = CheckpointStore(run, dist.group.WORLD, rules=SaveRules(largest_file_bytes=400))
 tensors = state(seed=1)
 store.prepare(parts(tensors))
 truth = whole(tensors)

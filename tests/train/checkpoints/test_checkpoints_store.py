@@ -19,7 +19,7 @@ from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.load import verified_checkpoint
 from zero2all.train.checkpoints.retention import Retention, sweep
 from zero2all.train.checkpoints.snapshot import Snapshot
-from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
+from zero2all.train.checkpoints.store import CheckpointStore, SaveRules, write_checkpoint
 
 MB = 1 << 20
 
@@ -105,7 +105,7 @@ def test_large_tensors_are_read_in_stretches(open_store, monkeypatch):
 
 
 def test_files_are_cut_between_tensors_at_the_size_asked_for(open_store):
-    store = open_store(largest_file_bytes=1000)
+    store = open_store(rules=SaveRules(largest_file_bytes=1000))
     tensors = {f"model/{n}": torch.full((n * 40,), float(n)) for n in range(1, 8)}
     folder = store.save(1, Snapshot.of_tensors(tensors), {}).folder()
     sizes = [tensor_file.read_header(path) for path in sorted(folder.glob("*.safetensors"))]
@@ -181,7 +181,7 @@ def test_the_next_save_waits_for_the_one_before(open_store, tensors_of):
 
 def test_or_is_left_out_and_says_so(open_store, tensors_of):
     gate = Gate()
-    store = open_store(before_commit=gate, when_busy="skip")
+    store = open_store(before_commit=gate, rules=SaveRules(when_busy="skip"))
     first = store.save(1, Snapshot.of_tensors(tensors_of(1)), {})
     assert gate.reached.wait(120)
     second = store.save(2, Snapshot.of_tensors(tensors_of(2)), {})

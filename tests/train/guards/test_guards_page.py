@@ -15,8 +15,8 @@ from zero2all.train.guards.incident import (
     make_incident,
     usual_channels,
 )
+from zero2all.train.guards.incident_page import Incident, incident_html, incident_text
 from zero2all.train.guards.ledger import Skipped
-from zero2all.train.guards.page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import Continue, Rollback, Stop
 
 SOUND = Facts(

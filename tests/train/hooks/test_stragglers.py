@@ -74,7 +74,7 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
 def test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events(warm, work, config, tmp_path):
     ranks = RankStarter(warm, work.root, tmp_path)
     fields = {"train": {"name": "slow", "steps": 60, "tokens_per_step": 4096, "micro_batch_samples": 16}}
-    launch = ranks(config(**fields, eval={"every_steps": 0, "valid_tokens_per_source": 128}), 2)
+    launch = ranks(config(**fields, validation={"every_steps": 0, "tokens_per_source": 128}), 2)
     try:
         while not launch.steps(1):
             time.sleep(0.02)

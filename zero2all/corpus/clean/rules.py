@@ -171,7 +171,7 @@ def _over(rule: str, measure: str, unit: str = "chars") -> Judge:
 
 
 def _list_like(rule: str, measure: str) -> Judge:
-    """As `_over`, by lines; documents with the function words of running text are spared."""
+    """As `_over`, counting lines; documents with the function words of running text are spared."""
     over = _over(rule, measure, "lines")
 
     def judge(measures: Measures, config: CleanConfig) -> Array:

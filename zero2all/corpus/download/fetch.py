@@ -179,8 +179,6 @@ class _Download:
         )
         return old
 
-    # ---- which files -------------------------------------------------------------------------------------------
-
     def _choose(self, listing: Sequence[HubFile]) -> dict[str, HubFile]:
         from huggingface_hub.utils import filter_repo_objects
 
@@ -220,8 +218,6 @@ class _Download:
                 f"{_names(foreign)}. Move them away, or choose another folder with --out."
             )
         return missing
-
-    # ---- fetching ----------------------------------------------------------------------------------------------
 
     def _require_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.home).free
@@ -291,9 +287,6 @@ class _Download:
         write_json(self.home / name, facts | more)
 
 
-# ---- the state of a folder -------------------------------------------------------------------------------------
-
-
 def _read_state(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """What an earlier download left in its plan or manifest, and name -> checksum of the files it finished."""
     try:
@@ -322,9 +315,6 @@ def _read_finished(path: Path) -> dict[str, str]:
         except (ValueError, TypeError, KeyError):
             continue
     return finished
-
-
-# ---- names -----------------------------------------------------------------------------------------------------
 
 
 def _refuse_unsafe_names(files: Sequence[HubFile]) -> None:

@@ -28,8 +28,7 @@ from zero2all.corpus.readers.items import (
     ReaderLimits,
     TextBy,
     Unit,
-    damaged_at,
 )
-from zero2all.corpus.readers.plan import plan_units
 from zero2all.corpus.readers.read import read_unit
 from zero2all.corpus.readers.sniff import sniff
+from zero2all.corpus.readers.units import plan_units

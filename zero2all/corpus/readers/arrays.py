@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.corpus.readers import kernels
-from zero2all.corpus.readers.items import ItemOrigin, Items, RawRow, ReaderLimits, damaged_at, too_large
+from zero2all.corpus.readers.items import ItemOrigin, Items, RawRow, ReaderLimits, too_large
 from zero2all.corpus.readers.lines import HEAD_KEPT, LARGE_BYTES, has_too_many_values, parse_record
 from zero2all.corpus.readers.streams import Stream
 
@@ -50,27 +51,28 @@ class Lost(NamedTuple):
     ends_file: bool
 
 
-def read_json_array(
-    stream: Stream,
-    origin: ItemOrigin,
-    limits: ReaderLimits,
-    at: int,
-    first_key: str | None,
-    is_last: bool,
-    is_inside: bool,
-) -> Items:
-    """The elements from position `at`, where the stream stands.
+class ArrayPart(NamedTuple):
+    """What a stream holds of an array."""
 
-    `is_inside`: `at` lies behind the array's opening bracket. `is_last`: the array must end in this stream.
-    """
+    first_key: str | None
+    """Of the first object of the array: where reading goes on behind damage."""
+    is_last: bool = True
+    """The array must end in this stream."""
+    is_inside: bool = False
+    """The stream begins behind the array's opening bracket."""
+
+
+def read_json_array(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int, part: ArrayPart) -> Items:
+    """The elements from position `at`, where the stream stands."""
     loads: Callable[[Any], Any] = jsonio.loads
-    for event in _ArrayScan(stream, limits, at, first_key, is_last, is_inside).events():
+    for event in _ArrayScan(stream, limits, at, part).events():
         if isinstance(event, Lost):
             start, end, at, reason, detail, head, ends_file = event
             if reason == "too_large":
                 yield too_large(origin, start, end - start, limits.max_record_bytes, head)
             else:
-                yield damaged_at(origin, start, end, reason, detail, end - start, head, at, ends_file)
+                lost = replace(origin.damaged(start, end, reason, detail, end - start, head), place=origin.place(at))
+                yield lost.to_the_end() if ends_file else lost
             continue
         data, base, spans = event
         for start, end in spans:
@@ -99,7 +101,7 @@ def array_borders(stream: Stream, limits: ReaderLimits, at: int, first_key: str 
     borders: list[int] = []
     target = unit_bytes
     after_good = False
-    for event in _ArrayScan(stream, limits, at, first_key, is_last=True, is_inside=False).events():
+    for event in _ArrayScan(stream, limits, at, ArrayPart(first_key)).events():
         if isinstance(event, Lost):
             after_good = False
             target = max(target, event.at + 1)
@@ -116,10 +118,8 @@ def array_borders(stream: Stream, limits: ReaderLimits, at: int, first_key: str 
 class _ArrayScan:
     """One pass. `data` holds the bytes from `base` on; an element in progress stays in it up to the size limit."""
 
-    def __init__(
-        self, stream: Stream, limits: ReaderLimits, at: int, first_key: str | None, is_last: bool, is_inside: bool
-    ) -> None:
-        self.stream, self.limit, self.is_last, self.is_inside = stream, limits.max_record_bytes, is_last, is_inside
+    def __init__(self, stream: Stream, limits: ReaderLimits, at: int, part: ArrayPart) -> None:
+        self.stream, self.limit, self.part, first_key = stream, limits.max_record_bytes, part, part.first_key
         self.data, self.base = bytearray(), at
         self.position = 0
         key = rb'(?:[^"\\]|\\.){1,100}'
@@ -146,7 +146,7 @@ class _ArrayScan:
 
     def events(self) -> Iterator[Elements | Lost]:
         """Elements in batches, and what lies between them and cannot be read."""
-        if not self.is_inside and not (yield from self._open()):
+        if not self.part.is_inside and not (yield from self._open()):
             return
         while True:
             self.position, count = kernels.scan_elements(
@@ -235,7 +235,7 @@ class _ArrayScan:
             yield self._lost(self.offset if start is None else start, self.offset, broken.reason, broken.detail, True)
         elif start is not None:
             yield self._lost(start, self.offset, "cut_off", "the file ends inside an item", True)
-        elif self.is_last:
+        elif self.part.is_last:
             yield self._lost(self.offset, self.offset, "cut_off", "the file ends before the end of the array", True)
 
     def _behind_the_end(self) -> Generator[Lost, None, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -147,6 +147,11 @@ class ItemOrigin:
         words = f"row {at + 1}" if self.counts == "row" else f"byte {at}"
         return f"{self.member}, {words}" if self.member else words
 
+    def damaged(self, at: int, end: int, reason: str, detail: str, raw_bytes: int, data: bytes = b"") -> Damaged:
+        """A damaged item that starts at `at`; reading goes on at `end`."""
+        cursor = [*self.path, end]
+        return Damaged(self.place(at), reason, detail[:EXCERPT_CHARS], raw_bytes, excerpt_of(data), False, self, cursor)
+
 
 @dataclass(slots=True)
 class RawRow:
@@ -197,31 +202,19 @@ class Damaged:
     cursor: Cursor | None = None
     """From where reading goes on behind this item; None when it did not come from a reader."""
 
+    def to_the_end(self) -> Damaged:
+        """The same, when nothing behind it in its file can be read."""
+        assert self.origin is not None, "a damaged item of a file has an origin"
+        return replace(self, ends_file=True, cursor=[*self.origin.path, FINISHED])
+
 
 Items = Iterator[RawRow | Damaged]
-
-
-def damaged_at(
-    origin: ItemOrigin,
-    at: int,
-    end: int,
-    reason: str,
-    detail: str,
-    raw_bytes: int,
-    data: bytes = b"",
-    place_at: int | None = None,
-    ends_file: bool = False,
-) -> Damaged:
-    """A damaged item that starts at `at`; `place_at` is the place to name where that is more exact."""
-    place = origin.place(at if place_at is None else place_at)
-    cursor = [*origin.path, FINISHED if ends_file else end]
-    return Damaged(place, reason, detail[:EXCERPT_CHARS], raw_bytes, excerpt_of(data), ends_file, origin, cursor)
 
 
 def too_large(origin: ItemOrigin, at: int, size: int, limit: int, data: bytes) -> Damaged:
     """An item above `max_record_bytes`."""
     detail = f"{size:,} bytes; max_record_bytes is {limit:,}"
-    return damaged_at(origin, at, at + size, "too_large", detail, size, data[:limit])
+    return origin.damaged(at, at + size, "too_large", detail, size, data[:limit])
 
 
 def wrong_encoding(
@@ -234,7 +227,7 @@ def wrong_encoding(
     detail += more
     near = data[max(0, error.start - EXCERPT_CHARS // 2) :]
     reason = f"not_{origin.encoding.replace('-', '')}"
-    return damaged_at(origin, at, end, reason, detail, end - at, near, place_at=at + error.start)
+    return replace(origin.damaged(at, end, reason, detail, end - at, near), place=origin.place(at + error.start))
 
 
 def excerpt_of(data: bytes) -> str:

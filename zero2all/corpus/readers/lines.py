@@ -17,7 +17,6 @@ from zero2all.corpus.readers.items import (
     Items,
     RawRow,
     ReaderLimits,
-    damaged_at,
     first_line_of,
     too_large,
     wrong_encoding,
@@ -116,9 +115,6 @@ def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
     return split
 
 
-# ---- one JSON value a line ------------------------------------------------------------------------------------
-
-
 def read_json_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
     """JSON lines from position `at`, where the stream stands."""
     loads = jsonio.loads
@@ -173,7 +169,7 @@ def parse_record(
     """
     if len(data) >= LARGE_BYTES and has_too_many_values(data, 0, len(data)):
         detail = f"the record may hold more than {MAX_VALUES:,} values, too many for a reader's memory"
-        return damaged_at(origin, at, end, "too_many_values", detail, end - at, data)
+        return origin.damaged(at, end, "too_many_values", detail, end - at, data)
     try:
         text = data.decode(encoding) if encoding != "utf-8" else data
         if not text.strip():
@@ -187,13 +183,13 @@ def parse_record(
         except UnicodeDecodeError as error:
             return wrong_encoding(origin, at, end, data, error)
         except (ValueError, RecursionError):
-            return damaged_at(origin, at, end, "invalid_json", first_line_of(strict_error), end - at, data)
+            return origin.damaged(at, end, "invalid_json", first_line_of(strict_error), end - at, data)
     if isinstance(value, dict):
         return RawRow(value, origin, at, end)
     if strings and isinstance(value, str):
         return RawRow({"text": value}, origin, at, end)
     detail = f"expected an object, found {type(value).__name__}"
-    return damaged_at(origin, at, end, "not_an_object", detail, end - at, data)
+    return origin.damaged(at, end, "not_an_object", detail, end - at, data)
 
 
 def has_too_many_values(data: bytes | bytearray, start: int, end: int) -> bool:
@@ -207,9 +203,6 @@ def _lenient_loads(data: bytes, encoding: str) -> Any:
     import json
 
     return json.loads(data.decode(encoding), strict=False)
-
-
-# ---- plain text, a document a line ----------------------------------------------------------------------------
 
 
 def read_text_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
@@ -255,4 +248,4 @@ def broken_item(stream: Stream, origin: ItemOrigin, at: int, rest: bytes) -> Dam
     if stream.broken is None:
         raise AssertionError("asked for the damage of a stream that is whole")
     error = stream.broken
-    return damaged_at(origin, at, at, error.reason, error.detail, len(rest), rest, ends_file=True)
+    return origin.damaged(at, at, error.reason, error.detail, len(rest), rest).to_the_end()

@@ -27,7 +27,6 @@ from zero2all.corpus.readers.items import (
     ReaderLimits,
     TextBy,
     Unit,
-    damaged_at,
     first_line_of,
     suffix_of,
     too_large,
@@ -51,15 +50,7 @@ from zero2all.corpus.readers.sniff import (
     inner_name,
     sniff,
 )
-from zero2all.corpus.readers.streams import (
-    FileSlice,
-    Guard,
-    Stream,
-    StreamError,
-    UnitProgress,
-    decompress,
-    spooled,
-)
+from zero2all.corpus.readers.streams import FileSlice, Guard, Stream, StreamError, UnitProgress, decompress, spooled
 
 
 def read_unit(
@@ -79,7 +70,7 @@ def read_unit(
                 yield from _UnitReader(unit, limits, file, progress, skip).items(resume_at)
         except OSError as error:
             origin = ItemOrigin(unit.file.name, "", unit.format)
-            yield damaged_at(origin, 0, 0, "read_error", first_line_of(error), unit.raw_bytes, ends_file=True)
+            yield origin.damaged(0, 0, "read_error", first_line_of(error), unit.raw_bytes).to_the_end()
     progress.finish()
 
 
@@ -129,7 +120,7 @@ class _UnitReader:
         if container and depth >= self.limits.max_nesting:
             origin = self._origin(SniffedFormat(Format.ARCHIVE), name, member, path)
             detail = f"more than {self.limits.max_nesting} nested archives and compressions (max_nesting)"
-            yield damaged_at(origin, 0, FINISHED, "nested_too_deep", detail, 0, head)
+            yield origin.damaged(0, FINISHED, "nested_too_deep", detail, 0, head)
         elif container in STREAMS:
             inner = Stream(decompress(stream.read_or_raise, container, self.guard))
             yield from self._stream(inner, inner_name(name, container), member, path, depth + 1, resume)
@@ -242,13 +233,7 @@ class _UnitReader:
         return ItemOrigin(self.name, member, found.format, encoding, encoding, path, is_code, is_misnamed, counts)
 
     def _leaf(
-        self,
-        stream: Stream,
-        found: SniffedFormat,
-        origin: ItemOrigin,
-        size: int,
-        resume: Cursor | None,
-        start: int = 0,
+        self, stream: Stream, found: SniffedFormat, origin: ItemOrigin, size: int, resume: Cursor | None, start: int = 0
     ) -> Items:
         """The items of a file or member of `size` bytes, of which the stream has those from position `start` on."""
         if resume and (resume[0] == FINISHED or self._is_whole(origin, size)):
@@ -273,16 +258,15 @@ class _UnitReader:
         if found.format is Format.JSON_LINES:
             yield from read_json_lines(stream, origin, limits, at)
         elif found.format is Format.JSON_ARRAY:
-            from zero2all.corpus.readers.arrays import read_json_array
+            from zero2all.corpus.readers.arrays import ArrayPart, read_json_array
 
-            yield from read_json_array(
-                stream, origin, limits, at, found.first_key, self.unit.end is None, not is_beginning
-            )
+            part = ArrayPart(found.first_key, is_last=self.unit.end is None, is_inside=not is_beginning)
+            yield from read_json_array(stream, origin, limits, at, part)
         elif found.format is Format.CSV:
             from zero2all.corpus.readers.tables import read_csv
 
             skip_header = found.has_header and is_beginning
-            yield from read_csv(stream, origin, limits, at, found.header, found.delimiter, skip_header)
+            yield from read_csv(stream, origin, limits, at, found, skip_header)
         elif self._is_whole(origin, size):
             yield from read_whole(stream, origin, limits)
         elif limits.text_by is TextBy.LINE:
@@ -295,10 +279,7 @@ class _UnitReader:
     def _parquet(self, file: Path | BinaryIO, origin: ItemOrigin, resume: Cursor | None) -> Items:
         from zero2all.corpus.readers.tables import read_parquet
 
-        unit = self.unit
-        groups = (unit.start, unit.end) if unit.format is Format.PARQUET else (0, None)
-        row = resume[0] if resume else None
-        yield from read_parquet(file, origin, self.limits, groups, unit.first_row, row, self.progress, unit.raw_bytes)
+        yield from read_parquet(file, origin, self.limits, self.unit, resume[0] if resume else 0, self.progress)
 
     def _nested_parquet(self, stream: Stream, origin: ItemOrigin, resume: Cursor | None) -> Items:
         try:
@@ -307,7 +288,7 @@ class _UnitReader:
                 file.seek(0)
                 yield from self._parquet(file, origin, resume)
         except StreamError as error:
-            yield damaged_at(origin, 0, 0, error.reason, error.detail, 0, ends_file=True)
+            yield origin.damaged(0, 0, error.reason, error.detail, 0).to_the_end()
 
     def _is_whole(self, origin: ItemOrigin, size: int) -> bool:
         """Whether all of a file or member is one item."""
@@ -391,18 +372,17 @@ def read_paragraphs(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at
                 end = line_end
                 continue
             if block:
-                yield from _paragraph(block, size, newline, origin, limits, start, line_end)
+                yield from _paragraph(block, size, origin, limits, start, line_end)
             block, size = [], 0
             start = end = line_end
     if stream.broken is not None:
         yield broken_item(stream, origin, start, newline.join(block))
     elif block:
-        yield from _paragraph(block, size, newline, origin, limits, start, end)
+        yield from _paragraph(block, size, origin, limits, start, end)
 
 
-def _paragraph(
-    block: list[bytes], size: int, newline: bytes, origin: ItemOrigin, limits: ReaderLimits, start: int, end: int
-) -> Items:
+def _paragraph(block: list[bytes], size: int, origin: ItemOrigin, limits: ReaderLimits, start: int, end: int) -> Items:
+    newline = newline_of(origin.data)
     if size > limits.max_record_bytes + len(newline):
         yield too_large(origin, start, end - start, limits.max_record_bytes, block[0])
         return

@@ -12,19 +12,19 @@ from typing import Any, BinaryIO, NamedTuple
 
 from zero2all.corpus.readers.items import (
     Damaged,
+    Format,
     ItemOrigin,
     Items,
     RawRow,
     ReaderLimits,
-    damaged_at,
+    Unit,
     first_line_of,
     too_large,
     wrong_encoding,
 )
 from zero2all.corpus.readers.lines import HEAD_KEPT, broken_item
+from zero2all.corpus.readers.sniff import SniffedFormat
 from zero2all.corpus.readers.streams import CHUNK_BYTES, Stream, UnitProgress
-
-# ---- CSV ------------------------------------------------------------------------------------------------------
 
 ROWS_AT_ONCE = 8192
 
@@ -103,15 +103,10 @@ class RowScan:
 
 
 def read_csv(
-    stream: Stream,
-    origin: ItemOrigin,
-    limits: ReaderLimits,
-    at: int,
-    header: tuple[str, ...],
-    delimiter: str,
-    skip_header: bool,
+    stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int, table: SniffedFormat, skip_header: bool
 ) -> Items:
     """The rows from position `at`, where the stream stands. `skip_header`: the first one is the header."""
+    header, delimiter = table.header, table.delimiter
     csv.field_size_limit(max(csv.field_size_limit(), limits.max_record_bytes))
     scan = RowScan(stream, limits, at, delimiter)
     width = len(header)
@@ -141,7 +136,7 @@ def read_csv(
     elif end - start > limits.max_record_bytes:
         yield too_large(origin, start, end - start, limits.max_record_bytes, scan.large_head or rest)
     elif scan.in_quotes:
-        yield damaged_at(origin, start, end, "cut_off", "the file ends inside quotes", end - start, rest)
+        yield origin.damaged(start, end, "cut_off", "the file ends inside quotes", end - start, rest)
     elif rest and not skip_header:
         yield from _odd_row(rest, origin, start, end, header, delimiter)
 
@@ -160,14 +155,14 @@ def _odd_row(
         yield wrong_encoding(origin, start, end, data, error)
         return
     except csv.Error as error:
-        yield damaged_at(origin, start, end, "invalid_csv", first_line_of(error), end - start, data)
+        yield origin.damaged(start, end, "invalid_csv", first_line_of(error), end - start, data)
         return
     fields = rows[0] if rows else []
     if len(rows) == 1 and len(fields) == len(header):
         yield RawRow(dict(zip(header, fields, strict=True)), origin, start, end)
     elif fields:
         detail = f"{len(fields)} fields, where the header has {len(header)}"
-        yield damaged_at(origin, start, end, "wrong_field_count", detail, end - start, data)
+        yield origin.damaged(start, end, "wrong_field_count", detail, end - start, data)
 
 
 def csv_borders(stream: Stream, limits: ReaderLimits, at: int, delimiter: str, unit_bytes: int) -> list[int]:
@@ -181,8 +176,6 @@ def csv_borders(stream: Stream, limits: ReaderLimits, at: int, delimiter: str, u
             target = ends[first] + unit_bytes
     return borders
 
-
-# ---- parquet --------------------------------------------------------------------------------------------------
 
 BATCH_BYTES = 4 << 20
 BATCH_ROWS = 1024
@@ -203,42 +196,37 @@ def parquet_errors() -> tuple[type[BaseException], ...]:
 
 
 def read_parquet(
-    file: Path | BinaryIO,
-    origin: ItemOrigin,
-    limits: ReaderLimits,
-    groups: tuple[int, int | None],
-    first_row: int,
-    resume_row: int | None,
-    progress: UnitProgress,
-    raw_bytes: int,
+    file: Path | BinaryIO, origin: ItemOrigin, limits: ReaderLimits, unit: Unit, resume_row: int, progress: UnitProgress
 ) -> Items:
-    """The rows of some row groups, from row `resume_row` on."""
+    """The rows of the row groups of a unit, or of a whole file in an archive, from row `resume_row` on."""
+    first_group, end_group = (unit.start, unit.end) if unit.format is Format.PARQUET else (0, None)
+    raw_bytes = unit.raw_bytes
     errors = parquet_errors()
     try:
         table = open_parquet(file)
     except errors as error:
-        yield damaged_at(origin, 0, 0, "damaged_parquet", first_line_of(error), raw_bytes, ends_file=True)
+        yield origin.damaged(0, 0, "damaged_parquet", first_line_of(error), raw_bytes).to_the_end()
         return
     with table:
-        last_group = table.num_row_groups if groups[1] is None else groups[1]
-        group_rows = [table.metadata.row_group(group).num_rows for group in range(groups[0], last_group)]
+        last_group = table.num_row_groups if end_group is None else end_group
+        group_rows = [table.metadata.row_group(group).num_rows for group in range(first_group, last_group)]
         total = max(sum(group_rows), 1)
-        row = first_row
-        for group, rows in zip(range(groups[0], last_group), group_rows, strict=True):
+        row = unit.first_row
+        for group, rows in zip(range(first_group, last_group), group_rows, strict=True):
             group_end = row + rows
-            if resume_row is not None and group_end <= resume_row:
+            if group_end <= resume_row:
                 row = group_end
                 continue
             try:
                 for batch in table.iter_batches(_batch_rows(table, group), row_groups=[group], use_threads=False):
-                    skipped = min(max((resume_row or 0) - row, 0), batch.num_rows)
+                    skipped = min(max(resume_row - row, 0), batch.num_rows)
                     yield from _rows(batch, origin, limits, row, skipped)
                     row += batch.num_rows
                     progress.add(raw_bytes * batch.num_rows // total)
             except errors as error:
                 lost = raw_bytes * (group_end - row) // total
                 detail = f"rows {row + 1} to {group_end}: {first_line_of(error)}"
-                yield damaged_at(origin, row, group_end, "damaged_parquet", detail, lost)
+                yield origin.damaged(row, group_end, "damaged_parquet", detail, lost)
                 row = group_end
 
 
@@ -262,13 +250,13 @@ def _rows(batch: Any, origin: ItemOrigin, limits: ReaderLimits, before: int, ski
         at = before + index
         if index in large:
             detail = f"{large[index]:,} bytes; max_record_bytes is {limits.max_record_bytes:,}"
-            yield damaged_at(origin, at, at + 1, "too_large", detail, large[index])
+            yield origin.damaged(at, at + 1, "too_large", detail, large[index])
             continue
         try:
             yield RawRow(batch.slice(index, 1).to_pylist()[0], origin, at, at + 1)
         except UnicodeDecodeError as error:
             item = wrong_encoding(origin, at, at + 1, error.object, error)
-            yield damaged_at(origin, at, at + 1, item.reason, item.detail, len(error.object), error.object)
+            yield origin.damaged(at, at + 1, item.reason, item.detail, len(error.object), error.object)
 
 
 def _large_rows(batch: Any, limit: int) -> dict[int, int]:

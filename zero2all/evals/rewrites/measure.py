@@ -191,8 +191,8 @@ class _RewriteMeasure:
         return {**row, **found, "same_answer": same}
 
     def consistency(self) -> dict[str, float]:
-        """By form of the original: share of the items that get the same answer as it stands and under all rewrites
-        whose answer is one of the original options."""
+        """By form of the original: the share of items whose answer stays the same under all rewrites that keep the
+        original options."""
         shares = {}
         for form, of_form in self._chosen.items():
             several = [said for said in of_form.values() if len(said) > 1]

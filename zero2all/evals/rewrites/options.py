@@ -92,8 +92,8 @@ def _distractor_is_none(item: Item, rng: random.Random) -> Item | None:
 
 
 def _which_is_wrong(item: Item, rng: random.Random) -> Item | None:
-    """Of several right options (`extra["golds"]`) one is left. Otherwise the question is turned round: of the right
-    option and a wrong one, which is not the answer?"""
+    """An item with several right options (`extra["golds"]`) keeps one. Any other is turned round: of the right option
+    and a wrong one, which is not the answer?"""
     golds = item.extra.get("golds", ())
     if len(golds) > 1:
         kept = rng.choice(list(golds))

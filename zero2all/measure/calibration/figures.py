@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,19 +107,25 @@ def seconds(watch: Stopwatch, make: Callable[[], Call]) -> dict[str, Any]:
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
-def product_figure(
-    kind: Kind, m: int, n: int, k: int, dtype: str, linear: str, device: torch.device, experts: int = 1
-) -> FigureToMeasure:
+class Product(NamedTuple):
+    """A product of a linear layer: (m, k) times (k, n)."""
+
+    kind: Kind
+    m: int
+    n: int
+    k: int
+
+
+def product_figure(shape: Product, dtype: str, linear: str, device: torch.device, experts: int = 1) -> FigureToMeasure:
     """One product by the linear layer of this name."""
-    name = product_name(kind, m, n, k, dtype, linear)
+    make: Callable[[], Call]
     if dtype == "grouped":
-        return FigureToMeasure(
-            name, lambda watch: seconds(watch, lambda: grouped_product(kind, m, n, k, experts, device))
-        )
-    if dtype == "float8":
-        return FigureToMeasure(name, lambda watch: seconds(watch, lambda: float8_product(kind, m, n, k, device)))
-    values = DTYPES[dtype]
-    return FigureToMeasure(name, lambda watch: seconds(watch, lambda: product(kind, m, n, k, values, linear, device)))
+        make = partial(grouped_product, *shape, experts, device)
+    elif dtype == "float8":
+        make = partial(float8_product, *shape, device)
+    else:
+        make = partial(product, shape, DTYPES[dtype], linear, device)
+    return FigureToMeasure(product_name(*shape, dtype, linear), lambda watch: seconds(watch, make))
 
 
 def product_name(kind: Kind, m: int, n: int, k: int, dtype: str, linear: str) -> str:
@@ -128,12 +134,12 @@ def product_name(kind: Kind, m: int, n: int, k: int, dtype: str, linear: str) ->
     return f"matmul/{kind}/{dtype}/{by}/{m}x{n}x{k}"
 
 
-def product(kind: Kind, m: int, n: int, k: int, dtype: torch.dtype, linear: str, device: torch.device) -> Call:
+def product(shape: Product, dtype: torch.dtype, linear: str, device: torch.device) -> Call:
     """As torch's and our linear layers multiply (`zero2all.ops.linear`)."""
-    a, b = operands(kind, m, n, k, dtype, device)
-    if kind != "wgrad":
+    a, b = operands(*shape, dtype, device)
+    if shape.kind != "wgrad":
         return lambda: a @ b
-    total = torch.zeros(m, n, device=device)
+    total = torch.zeros(shape.m, shape.n, device=device)
     if linear == "plain" or dtype == torch.float32:
         return lambda: total.add_(a @ b)
     return lambda: torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
@@ -212,7 +218,7 @@ def products_of(rows: int, columns: int, tokens: int) -> list[tuple[Kind, int, i
 
 
 def grouped_products(rows: int, columns: int, pairs: int, experts: int) -> list[tuple[Kind, int, int, int]]:
-    """Those of a matrix that every expert has."""
+    """The products of a matrix that every expert has."""
     each = max(1, pairs // experts)
     return [
         ("forward", each * experts, rows, columns),
@@ -232,17 +238,17 @@ def model_products(setting: Setting, tokens: int) -> Iterator[FigureToMeasure]:
         shapes |= {"shared_down": (model.hidden_size, model.shared_size)}
     linear = setting.ops.taken["linear"]
     for rows, columns in shapes.values():
-        for kind, m, n, k in products_of(rows, columns, tokens):
-            yield product_figure(kind, m, n, k, setting.product_dtype, linear, device)
-    for kind, m, n, k in products_of(model.vocab_rows, model.hidden_size, tokens):
-        yield product_figure(kind, m, n, k, _name(setting.dtype), linear, device)
+        for shape in products_of(rows, columns, tokens):
+            yield product_figure(Product(*shape), setting.product_dtype, linear, device)
+    for shape in products_of(model.vocab_rows, model.hidden_size, tokens):
+        yield product_figure(Product(*shape), _name(setting.dtype), linear, device)
     if model.expert_layers:
-        for kind, m, n, k in products_of(moe.experts, model.hidden_size, tokens):
-            yield product_figure(kind, m, n, k, _name(setting.dtype), linear, device)
+        for shape in products_of(moe.experts, model.hidden_size, tokens):
+            yield product_figure(Product(*shape), _name(setting.dtype), linear, device)
         pairs = tokens * moe.experts_per_token
         for rows, columns in ((2 * moe.expert_size, model.hidden_size), (model.hidden_size, moe.expert_size)):
-            for kind, m, n, k in grouped_products(rows, columns, pairs, moe.experts):
-                yield product_figure(kind, m, n, k, "grouped", linear, device, moe.experts)
+            for shape in grouped_products(rows, columns, pairs, moe.experts):
+                yield product_figure(Product(*shape), "grouped", linear, device, moe.experts)
 
 
 def product_grid(device: torch.device, dtype: str, linear: str) -> Iterator[FigureToMeasure]:
@@ -251,8 +257,8 @@ def product_grid(device: torch.device, dtype: str, linear: str) -> Iterator[Figu
     for tokens in GRID_TOKENS if on_cuda else CPU_GRID_TOKENS:
         for rows in GRID_WIDTHS if on_cuda else CPU_GRID_WIDTHS:
             for columns in GRID_WIDTHS if on_cuda else CPU_GRID_WIDTHS:
-                for kind, m, n, k in products_of(rows, columns, tokens):
-                    yield product_figure(kind, m, n, k, dtype, linear, device)
+                for shape in products_of(rows, columns, tokens):
+                    yield product_figure(Product(*shape), dtype, linear, device)
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------
@@ -313,10 +319,7 @@ def _plain(
 
 
 def _beyond(
-    make: Callable[[], tuple[Call, Call]],
-    products: Callable[[], tuple[float, float]],
-    work: Work,
-    watch: Stopwatch,
+    make: Callable[[], tuple[Call, Call]], products: Callable[[], tuple[float, float]], work: Work, watch: Stopwatch
 ) -> dict[str, Any]:
     """The same for one with products, at the settled clock: its time without theirs. Where all is one figure, `work`
     has no backward."""
@@ -490,7 +493,7 @@ def _launch(device: torch.device, watch: Stopwatch) -> dict[str, Any]:
 
 
 def _peak(side: int, dtype: torch.dtype, device: torch.device, watch: Stopwatch) -> dict[str, Any]:
-    found = watch.time(product("forward", side, side, side, dtype, "plain", device))
+    found = watch.time(product(Product("forward", side, side, side), dtype, "plain", device))
     return {"flops_per_second": 2.0 * side**3 / found.settled_seconds, "spread": found.spread}
 
 

@@ -48,7 +48,7 @@ class Timed:
 
     @property
     def settled_seconds(self) -> float:
-        """Of a call that arithmetic limits, at the settled clock."""
+        """Seconds of a call that arithmetic limits, at the settled clock."""
         return self.seconds * self.clock
 
 
@@ -102,7 +102,7 @@ class Stopwatch:
                 return passed / calls
 
     def time(self, call: Callable[[], Any]) -> Timed:
-        """Of one call, after two that compile and allocate."""
+        """Time one call, after two that compile and allocate."""
         for _ in range(2):
             call()
         wait_for(self.device)

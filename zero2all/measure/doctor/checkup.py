@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero2all.common.progress import progress
 from zero2all.measure.doctor import host
@@ -12,7 +14,10 @@ from zero2all.measure.doctor.finding import DoctorFinding
 from zero2all.measure.doctor.gpus import look_at_gpus, look_at_links
 from zero2all.measure.doctor.software import TorchFacts, look_at_environment, look_at_kernels, look_at_versions
 
-SECONDS = 30.0
+if TYPE_CHECKING:
+    from zero2all.parallel.health import Verdict
+
+SECONDS, JOIN_SECONDS = 30.0, 60.0
 
 
 def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> list[DoctorFinding]:
@@ -49,3 +54,19 @@ def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> 
         software = [*look_at_versions(facts, problem, report), *look_at_kernels(facts)]
         bar.advance(1, note="torch and kernels")
     return [*gpus, *links, *(found for part in others for found in part), *disk, *software, *environment]
+
+
+def check_ranks() -> Verdict:
+    """Be one of the processes of `z2a doctor --ranks N`: the health check without a run."""
+    import torch
+
+    from zero2all.parallel.device import local_rank, pick_device
+    from zero2all.parallel.health import find_bad
+    from zero2all.parallel.rendezvous import open_store
+
+    rank, size, device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), pick_device("auto")
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank())
+        torch.cuda.set_device(device)
+    torch.set_num_threads(1)
+    return find_bad(open_store(rank, JOIN_SECONDS), rank, size, device)

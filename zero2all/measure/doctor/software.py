@@ -21,7 +21,7 @@ from typing import Any
 from zero2all import __version__
 from zero2all.common.cores import usable_cores
 from zero2all.measure.doctor.finding import DoctorFinding, Grade
-from zero2all.measure.doctor.nvidia_smi import Report
+from zero2all.measure.doctor.gpus import Report
 
 OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 14)
 PYTHONS = ((3, 11), (3, 13))

@@ -25,9 +25,6 @@ from zero2all.ops.precision import for_autocast, without_autocast
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-# ---- bfloat16 ----------------------------------------------------------------------------------------------------
-
-
 def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """dy^T x: added to the weight's sink where it has one, else returned."""
     sink = sink_of(weight)
@@ -97,9 +94,6 @@ def feed_forward_fp32_wgrad(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     x, gate_up, down = for_autocast(x, gate_up, down)
     y: Tensor = SwigluLinearFp32Wgrad.apply(LinearFp32Wgrad.apply(rows_of(x), gate_up), down).view(x.shape)
     return y
-
-
-# ---- float8 ------------------------------------------------------------------------------------------------------
 
 
 class Float8Weight(NamedTuple):

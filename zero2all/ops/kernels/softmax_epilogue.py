@@ -14,7 +14,7 @@ saves what a separate softmax would read and write: twice the logits.
 The columns after the last whole tile (TILE does not divide the vocabulary, and padding must not count) are computed by
 a small matmul of their own, and a kernel that does for them what the epilogue does for the rest.
 
-This module imports QuACK: import it where the probe has passed.
+This module imports QuACK: import it where the check has passed.
 """
 
 from __future__ import annotations

@@ -204,9 +204,6 @@ def _fill_slots(book: StoryBook, arc: Arc, rng: random.Random) -> dict[str, str]
     return {**values, **pronouns, "hero": hero, "friend": friend}
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------
-
-
 def _load(name: str) -> Language:
     words = _tuples(json.loads(package_text(__package__, f"{name}.json")))
     stories = words["stories"]

@@ -1,6 +1,6 @@
 """Our BPE trainer: exact merges from any amount of text, in bounded memory, also for Chinese.
 
-    learned = learn_bpe(parts, pieces_wanted=32_000, scratch=folder, max_memory=4 << 30, threads=2)
+    learned = learn_bpe(parts, 32_000, BpeResources(scratch=folder, max_memory=4 << 30, threads=2))
     learned.pieces, learned.merges
 
 Chinese has no spaces, so a pretoken is a clause, and clauses hardly ever repeat: a trainer that keeps every distinct

@@ -85,41 +85,60 @@ class LearnedBpe:
     """What the manifest records: sizes, counts of everything repaired or removed, spills, seconds. All JSON."""
 
 
+@dataclass(frozen=True)
+class BpeRules:
+    """What decides the vocabulary, beside the text and its size."""
+
+    normalisation: Normalisation = "none"
+    min_piece_count: int = 2
+    max_piece_bytes: int | None = None
+    """None: no bound."""
+    forbidden: Sequence[str] = ()
+    """The control tokens: strings in the text that spell one are removed and counted."""
+    exact: bool = True
+    """False: the rarest fragments may be left out where memory does not suffice, and the result says so."""
+    cut: bool = True
+    """False: train without any cut, to compare with."""
+
+
+@dataclass(frozen=True)
+class BpeResources:
+    """What the training may use. None of it changes the vocabulary."""
+
+    scratch: Path
+    """For the state of an interrupted run and for what does not fit into memory. It is kept after an error, and the
+    next call with the same text and rules continues from it; on success the caller removes it."""
+    max_memory: int | None = None
+    """Resident memory of the process, in bytes. None: no bound."""
+    threads: int | None = None
+    """None: one per core."""
+    save_every_seconds: float = 60.0
+    """The counts are saved between parts, at most this often."""
+
+
+DEFAULT_RULES = BpeRules()
+
+
 def learn_bpe(
     parts: Sequence[TextPart],
     pieces_wanted: int,
-    *,
-    scratch: Path,
-    max_memory: int | None = None,
-    threads: int | None = None,
-    normalisation: Normalisation = "none",
-    min_piece_count: int = 2,
-    max_piece_bytes: int | None = None,
-    forbidden: Sequence[str] = (),
-    exact: bool = True,
-    cut: bool = True,
-    save_every_seconds: float = 60.0,
+    resources: BpeResources,
+    rules: BpeRules = DEFAULT_RULES,
     say: Callable[[str], None] = say,
 ) -> LearnedBpe:
-    """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`.
-
-    `scratch` is a folder for the state of an interrupted run and for what does not fit into memory. It is kept after an
-    error, and the next call with the same text and options continues from it; on success the caller removes it.
-    `max_memory` bounds the resident memory of the process, in bytes; None does not. `threads`: None takes one per core.
-    `forbidden` are the control tokens: strings in the text that spell one are removed and counted. `exact=False` allows
-    leaving out the rarest fragments where memory does not suffice, and says so in the result. `cut=False` is training
-    without any cut, to compare with. The counts are saved between parts, at most every `save_every_seconds`.
-    """
+    """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`."""
+    scratch, forbidden, normalisation = resources.scratch, rules.forbidden, rules.normalisation
+    min_piece_count = rules.min_piece_count
     if pieces_wanted <= BYTE_COUNT:
         raise UsageError(
             f"A vocabulary of {pieces_wanted:,} pieces is too small: it must hold the {BYTE_COUNT} bytes and "
             f"at least one learned piece. Ask for {BYTE_COUNT + 1 + len(forbidden)} token ids or more."
         )
     started = time.monotonic()
-    threads = threads or usable_cores()
+    threads = resources.threads or usable_cores()
     return_freed_memory()
     pretokens("warm")  # loads the compiler's run-time, so that its memory is counted as the program's own
-    memory = Memory(max_memory, threads)
+    memory = Memory(resources.max_memory, threads)
     identity = {
         "rules": COUNTING_RULES,
         "parts": [[part.name, part.fingerprint] for part in parts],
@@ -127,7 +146,7 @@ def learn_bpe(
         "forbidden": sorted(forbidden),
     }
     reader = BlockReader(normalisation, forbidden)
-    run = CountingRun(parts, reader, threads, scratch, save_every_seconds, fingerprint(identity))
+    run = CountingRun(parts, reader, threads, scratch, resources.save_every_seconds, fingerprint(identity))
     clock = _Clock()
     first = FirstPass(sum(part.size_bytes for part in parts), scratch / FIRST_PASS, memory.for_tables())
     seen = run.count(FIRST_PASS, "bpe pairs", first, {}, keep=True)
@@ -135,10 +154,10 @@ def learn_bpe(
     text = text_facts(bigrams.text_bytes(), seen)
     require_text(text)
     clock.lap("pairs")
-    guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if cut else 0
+    guess = int(FIRST_SHARE * first.guess(pieces_wanted - BYTE_COUNT, min_piece_count)) if rules.cut else 0
     del first
-    trainer = _Trainer(run, bigrams, memory, pieces_wanted, min_piece_count, max_piece_bytes, exact, say, clock)
-    threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if cut else 0)
+    trainer = _Trainer(run, bigrams, memory, pieces_wanted, rules, say, clock)
+    threshold, merged, alphabet = trainer.train(max(guess, min_piece_count) if rules.cut else 0)
     if merged.short_of:
         vocab_size = pieces_wanted + len(forbidden)
         raise TooFewPiecesError(vocab_size, vocab_size - merged.short_of, text, min_piece_count)
@@ -181,9 +200,7 @@ class _Trainer:
     bigrams: Bigrams
     memory: Memory
     wanted: int
-    min_piece_count: int
-    max_piece_bytes: int | None
-    exact: bool
+    rules: BpeRules
     say: Callable[[str], None]
     clock: _Clock
     facts: dict[str, Any] = field(default_factory=lambda: {"thresholds_tried": []})
@@ -193,9 +210,9 @@ class _Trainer:
         while True:
             self.facts["thresholds_tried"].append(threshold)
             merged, alphabet = self._attempt(threshold)
-            if merged.short_of == 0 or threshold <= self.min_piece_count:
+            if merged.short_of == 0 or threshold <= self.rules.min_piece_count:
                 return threshold, merged, alphabet
-            lower = max(self.min_piece_count, int(NEXT_SHARE * threshold))
+            lower = max(self.rules.min_piece_count, int(NEXT_SHARE * threshold))
             self.say(
                 f"Cutting at pairs of characters seen fewer than {threshold:,} times left {merged.short_of:,} "
                 f"of {self.wanted:,} pieces unfilled. The text is read again with {lower:,}."
@@ -227,7 +244,7 @@ class _Trainer:
 
     def _words(self, fragments: Fragments, ordered: np.ndarray) -> Words:
         limit = self.memory.for_words()
-        if limit is None or self.exact:
+        if limit is None or self.rules.exact:
             return words_of(fragments, ordered, limit)
         drop_below = rarest_that_fit(fragments, ordered, limit)
         words = words_of(fragments, ordered, None, drop_below)
@@ -240,11 +257,11 @@ class _Trainer:
 
     def _merge(self, words: Words, alphabet: Alphabet, threshold: int) -> Merged:
         to_give = self.wanted - BYTE_COUNT
-        least = max(threshold, self.min_piece_count)
+        least = max(threshold, self.rules.min_piece_count)
         pool_bytes = self.memory.for_places()
         with progress("bpe merges", total=to_give, unit="pieces") as bar:
-            loop = MergeLoop(words, alphabet, to_give, least, self.max_piece_bytes, pool_bytes, self.run.threads)
-            merged = loop.run(bar)
+            loop = MergeLoop(words, alphabet, to_give, least, self.rules.max_piece_bytes)
+            merged = loop.run(bar, self.run.threads, pool_bytes)
         self.facts["arrangements"] = loop.arrangements
         self.clock.lap("merges")
         return merged

@@ -62,17 +62,11 @@ class MergeLoop:
     """Fills `to_give` places of the vocabulary with characters and merges of at least `threshold` occurrences."""
 
     def __init__(
-        self,
-        words: Words,
-        alphabet: Alphabet,
-        to_give: int,
-        threshold: int,
-        max_piece_bytes: int | None,
-        pool_bytes: int | None,
-        threads: int,
+        self, words: Words, alphabet: Alphabet, to_give: int, threshold: int, max_piece_bytes: int | None
     ) -> None:
-        self.words, self.alphabet, self.threshold, self.pool_bytes = words, alphabet, threshold, pool_bytes
-        self.threads = threads if words.size > SHARED_PLACES else 1
+        self.words, self.alphabet, self.threshold = words, alphabet, threshold
+        self.pool_bytes: int | None = None
+        self.threads = 1
         characters = alphabet.ordered.size
         numbers = FIRST_SYMBOL + characters + to_give
         self.spans = np.ones(numbers, np.int32)
@@ -88,8 +82,9 @@ class MergeLoop:
         self.state[kernels.LEFT_TO_GIVE] = to_give
         self.state[kernels.MAX_BYTES] = max_piece_bytes or 0
 
-    def run(self, bar: Bar) -> Merged:
-        """Merge until the vocabulary is full or no pair is left."""
+    def run(self, bar: Bar, threads: int, pool_bytes: int | None) -> Merged:
+        """Merge until the vocabulary is full or no pair is left, with `pool_bytes` for the places of pairs."""
+        self.pool_bytes, self.threads = pool_bytes, threads if self.words.size > SHARED_PLACES else 1
         self._arrange()
         left = int(self.state[kernels.LEFT_TO_GIVE])
         while left:

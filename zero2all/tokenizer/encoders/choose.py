@@ -101,10 +101,7 @@ class Encoder:
 
 
 def open_encoder(
-    tokenizer: Tokenizer,
-    config: EncoderConfig | None = None,
-    sample: Sequence[str] = (),
-    text_bytes: int | None = None,
+    tokenizer: Tokenizer, config: EncoderConfig | None = None, sample: Sequence[str] = (), text_bytes: int | None = None
 ) -> Encoder:
     """The encoder for this tokenizer, checked against the reference on `sample` and on hard strings.
 

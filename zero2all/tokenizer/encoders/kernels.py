@@ -192,7 +192,8 @@ def _encode_long(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _key_word(codes, at, end):  # type: ignore[no-untyped-def]
-    """As many characters as fit into one word: after a 1, ASCII takes 8 bits and others 24, the first of them set."""
+    """Pack as many characters as fit into one word: behind a leading 1, ASCII takes 8 bits and others 24, whose first
+    bit is set."""
     word = np.uint64(1)
     while at < end:
         code = codes[at]

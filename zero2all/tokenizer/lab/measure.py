@@ -62,11 +62,7 @@ def evaluate(candidates: Sequence[TokenizerCandidate], text: EvalText) -> dict[s
         for candidate in candidates:
             results.append(_judge(candidate, text, channels, characters))
             bar.advance(total_bytes, note=candidate.name)
-    return {
-        "text": {"split": text.split, "channels": channels},
-        "junk_definitions": JUNK,
-        "tokenizers": results,
-    }
+    return {"text": {"split": text.split, "channels": channels}, "junk_definitions": JUNK, "tokenizers": results}
 
 
 def _judge(

@@ -8,8 +8,8 @@ import { change, state } from './state.js';
 import { kindName, t } from './words.js';
 
 const COLORS = 10;
-const MAX_TAIL = 600; // points behind the buckets before all are fetched again
-const MAX_BUCKETS = 1600;
+const MAX_TAIL = 600; // points behind the bins before all are fetched again
+const MAX_BINS = 1600;
 const MARKER_WIDTH = 16;
 const HIDDEN = { show: false };
 const TIME_STEPS = [1, 5, 10, 30, 60, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 604800];
@@ -61,10 +61,10 @@ export class Chart {
 	queries(isTail) {
 		const common = { axis: state.x, base: this.isDiff ? state.base : undefined };
 		const [low, high] = state.zoom ?? [];
-		const buckets = Math.min(MAX_BUCKETS, Math.round(this.width * Math.min(devicePixelRatio, 1.5)));
+		const bins = Math.min(MAX_BINS, Math.round(this.width * Math.min(devicePixelRatio, 1.5)));
 		const asked = [];
 		for (const line of this.drawn()) {
-			const query = { ...common, smooth: this.spec.raw || line.dots ? 'none' : state.smooth, run: line.run, metric: line.metric, low, high, count: buckets };
+			const query = { ...common, smooth: this.spec.raw || line.dots ? 'none' : state.smooth, run: line.run, metric: line.metric, low, high, count: bins };
 			if (isTail && line.curve) asked.push({ line, query: { ...query, after: line.curve.end, count: 200 } });
 			else {
 				asked.push({ line, query });

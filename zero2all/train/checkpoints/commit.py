@@ -178,7 +178,7 @@ def _finish(
 
 
 def _verdict(peers: Peers, problem: str | None) -> str | None:
-    """What rank 0 decided. It has committed or not, whatever happens to the others."""
+    """Rank 0's decision: what is wrong, or None: committed. Rank 0 keeps to it even if other ranks fail meanwhile."""
     try:
         verdict: str | None = _gather(peers, problem)[0]
     except SaveError:

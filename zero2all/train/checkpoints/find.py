@@ -26,7 +26,7 @@ from zero2all.train.checkpoints.layout import (
 )
 from zero2all.train.checkpoints.load import Checkpoint, OtherModelError, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
-from zero2all.train.checkpoints.retention import has_quarantined, quarantine
+from zero2all.train.checkpoints.retention import has_damaged, to_damaged
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 Say = Callable[[str], None]
@@ -101,7 +101,7 @@ def move_damaged(folder: Path, reason: str, fence: Fence | None, say: Say) -> No
     try:
         if fence is not None:
             fence()
-            quarantine(folder, reason)
+            to_damaged(folder, reason)
             say(f"Moved a damaged checkpoint to checkpoints/damaged: {reason}")
             return
     except (OSError, LostRunError):  # reading must work on a read-only disk
@@ -111,7 +111,7 @@ def move_damaged(folder: Path, reason: str, fence: Fence | None, say: Say) -> No
 
 def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
     reason = "; ".join(damaged)
-    if not reason and has_quarantined(run):
+    if not reason and has_damaged(run):
         reason = "all of them were damaged and moved away before"
     hint = latest_noted(run)
     if not reason and hint is not None:

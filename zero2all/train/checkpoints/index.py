@@ -169,9 +169,6 @@ def check_filling(name: str, entry: TensorEntry, where: str) -> None:
         raise BadInputError(f"{where}: two boxes of {name} overlap")
 
 
-# ---- boxes ----
-
-
 def intersection(one: Place, other: Place) -> Place | None:
     """What two boxes have in common; None where that is nothing."""
     offsets = tuple(map(max, one.offsets, other.offsets))

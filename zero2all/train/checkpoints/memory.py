@@ -60,8 +60,6 @@ class MemoryStore:
         self.problem: str | None = None
         """Why the last save of this rank was not finished."""
 
-    # ---- a start ----
-
     def newest(self, after: int) -> Checkpoint | None:
         """The newest checkpoint later than step `after` that is whole on every machine. Damaged ones are removed."""
         usable = self._usable(self._existing_folder())
@@ -97,8 +95,8 @@ class MemoryStore:
         return None
 
     def _usable(self, folder: Path | None) -> dict[int, list[WholeSlot]]:
-        """By step, the buffers on this machine, where none is missing and its ranks can load from them: they wrote
-        them, or the boxes fill every tensor."""
+        """By step, the buffers on this machine of saves that its ranks can load: none is missing, and the ranks wrote
+        them themselves, or the boxes fill every tensor."""
         found: dict[int, list[WholeSlot]] = {}
         for each in slots.whole_slots(folder) if folder is not None else ():
             found.setdefault(each.step, []).append(each)
@@ -109,8 +107,6 @@ class MemoryStore:
             and len({(each.about["key"], each.about["save"]) for each in group}) == 1
             and ((group[0].about["key"], group[0].about["ranks"]) == (self._key, self._here) or _is_whole(group))
         }
-
-    # ---- during a run ----
 
     def prepare(self, parts: Mapping[str, TensorPart], block: PinnedBlock | None) -> str | None:
         """Make the buffers, or take those that are there; returns why there are none, the same on all ranks. `block`:
@@ -206,7 +202,7 @@ class MemoryStore:
     def _begin(
         self, step: int, snapshot: Snapshot, details: Mapping[str, Any], is_busy: bool
     ) -> tuple[torch.cuda.Event | bool, threading.Thread | None]:
-        """What `save` returns, and the thread that finishes the save, which has begun; None: there is nothing to do."""
+        """Begin a save. Returns what `save` returns, and the thread that finishes it; None: there is nothing to do."""
         assert self._layout is not None, "prepared"
         can_save = not is_busy and self._layout.signature == signature_of(snapshot.parts)
         record = jsonio.dumps_exact(dict(snapshot.record)).decode() if self._peers.is_first else None

@@ -182,12 +182,12 @@ def pin(run: Path, step: int, reason: str) -> None:
     write_atomic(checkpoints_folder(run) / PINS_NAME, jsonio.dumps_exact({str(at): why for at, why in pinned}))
 
 
-def quarantine(folder: Path, reason: str) -> Path:
+def to_damaged(folder: Path, reason: str) -> Path:
     """Move a damaged checkpoint to `damaged/`, beside earlier ones of the same step; returns its new place."""
     return _move(folder, folder.parent / DAMAGED, reason)
 
 
-def has_quarantined(run: Path) -> bool:
+def has_damaged(run: Path) -> bool:
     """Whether a checkpoint of the run was ever found damaged."""
     return (checkpoints_folder(run) / DAMAGED).exists()
 
@@ -243,9 +243,6 @@ def _move(folder: Path, place: Path, reason: str) -> Path:
     fsync_folder(folder.parent)
     write_atomic(target.with_name(f"{target.name}.txt"), f"{reason}\n".encode())
     return target
-
-
-# ---- claims ----
 
 
 @contextmanager

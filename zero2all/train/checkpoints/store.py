@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,8 +57,15 @@ from zero2all.train.checkpoints.retention import (
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import HostBuffers, PinnedBlock, Snapshot, Staged
 
-LARGEST_FILE_BYTES = 4 << 30
-PEER_TIMEOUT_SECONDS = 1800.0
+
+@dataclass(frozen=True)
+class SaveRules:
+    """How checkpoints are written."""
+
+    when_busy: Literal["wait", "skip"] = "wait"
+    """What a save does while the one before is still being written."""
+    largest_file_bytes: int = 4 << 30
+    peer_timeout_seconds: float = 1800.0
 
 
 class CheckpointStore:
@@ -69,9 +77,7 @@ class CheckpointStore:
         group: dist.ProcessGroup | None = None,
         retention: Retention | None = None,
         *,
-        when_busy: Literal["wait", "skip"] = "wait",
-        largest_file_bytes: int = LARGEST_FILE_BYTES,
-        peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS,
+        rules: SaveRules | None = None,
         fence: Fence = no_fence,
         say: Say = say_aloud,
     ) -> None:
@@ -79,11 +85,10 @@ class CheckpointStore:
         `retention` nothing is deleted. `fence` is checked before anything is written, moved or deleted."""
         self.run = run
         self._retention = retention
-        self._when_busy = when_busy
-        self._largest_file_bytes = largest_file_bytes
+        self._rules = rules or SaveRules()
         self.fence = fence
-        self.peers = open_peers(group, peer_timeout_seconds)  # for the caller's thread
-        self._writing_peers = open_peers(group, peer_timeout_seconds)  # for the writing thread
+        self.peers = open_peers(group, self._rules.peer_timeout_seconds)  # for the caller's thread
+        self._writing_peers = open_peers(group, self._rules.peer_timeout_seconds)  # for the writing thread
         self._say: Say = say if self.peers.is_first else lambda _text: None
         self._writer = Writer()
         self._layout: SaveLayout | None = None
@@ -103,7 +108,7 @@ class CheckpointStore:
         next save does it and takes longer."""
         self._writer.wait()
         self._release()
-        layout = plan_save(parts, self.peers, self._largest_file_bytes)
+        layout = plan_save(parts, self.peers, self._rules.largest_file_bytes)
         self._buffers = HostBuffers(layout, self._block_for(parts))
         self._layout = layout
         return bytes_needed(layout)
@@ -196,7 +201,7 @@ class CheckpointStore:
         started = time.monotonic()
         ticket = SaveTicket(step)
         try:
-            agreed = self._agree(step, snapshot.parts, wait or self._when_busy == "wait")
+            agreed = self._agree(step, snapshot.parts, wait or self._rules.when_busy == "wait")
             if isinstance(agreed, SaveResult):
                 self._writer.enter(ticket, agreed)
             else:

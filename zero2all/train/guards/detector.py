@@ -38,7 +38,7 @@ STEP_KINDS: frozenset[str] = frozenset({"loss_spike", "grad_spike", "loss_drop",
 
 @dataclass(frozen=True)
 class GuardFinding:
-    """One finding."""
+    """Something about a step that stands out: a spike, a drop, a level shift, or a value that is not finite."""
 
     kind: Kind
     step: int  # the step as the metrics count it: the first step of a run is 1
@@ -118,6 +118,17 @@ def _middle(ordered: Sequence[float]) -> float:
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
+class StepValues(NamedTuple):
+    """What a step is judged by."""
+
+    step: int
+    tokens: tuple[int, int]
+    """First and end token of its global batch."""
+    loss: float
+    grad_norm: float
+    channel_losses: Mapping[str, float]
+
+
 class Seen(NamedTuple):
     """One observed step, for the curve on an incident's page."""
 
@@ -179,7 +190,8 @@ class Detector:
         verdicts = _verdicts(loss, core, grad_norm, limits)
         if verdicts:
             self._note_episode(step, tokens[0])
-        findings = [self._finding(kind, step, tokens, loss, grad_norm, limits, channel_losses) for kind in verdicts]
+        values = StepValues(step, tokens, loss, grad_norm, channel_losses)
+        findings = [self._finding(kind, values, limits) for kind in verdicts]
         if not verdicts:
             self._accept(step, loss, core, grad_norm)
             self._flagged_in_a_row.clear()
@@ -251,18 +263,10 @@ class Detector:
             excess=excess.median + rise if self._clip_grad_norm else math.inf,
         )
 
-    def _finding(
-        self,
-        kind: Kind,
-        step: int,
-        tokens: tuple[int, int],
-        loss: float,
-        grad_norm: float,
-        limits: StepLimits,
-        channel_losses: Mapping[str, float],
-    ) -> GuardFinding:
+    def _finding(self, kind: Kind, values: StepValues, limits: StepLimits) -> GuardFinding:
         assert self._onset is not None, "an episode is noted before its findings are made"
         onset_step, onset_token = self._onset
+        step, tokens, loss, grad_norm, channel_losses = values
         value, usual, limit = {
             "loss_spike": (loss, limits.usual_loss, limits.loss),
             "grad_spike": (grad_norm, limits.usual_grad_norm, limits.grad_norm),

@@ -21,7 +21,7 @@ from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.guards.advice import Facts, advice
 from zero2all.train.guards.detector import Detector, GuardFinding
 from zero2all.train.guards.documents import Decode, SampleText, Texts, samples_of_step
-from zero2all.train.guards.page import Incident, incident_html, incident_text
+from zero2all.train.guards.incident_page import Incident, incident_html, incident_text
 from zero2all.train.guards.policy import ACTION_NAMES, Action, Rollback, SkipWindow
 
 CURVE_STEPS = 128

@@ -32,7 +32,7 @@ ALONE = World()
 
 
 class Checkpoints(Protocol):
-    """What the guards ask the checkpoints of the run, where there is something to decide."""
+    """What the guards need from the checkpoints of the run when they must decide."""
 
     def good_steps(self) -> list[int]:
         """The steps of good ones; called on rank 0."""

@@ -40,7 +40,7 @@ class Diloco(Hook):
         self.after_skip()
 
     def after_skip(self) -> None:
-        """The same: the other groups count skipped steps too."""
+        """After a step that was skipped, which the other groups count too."""
         outer, world = self._outer, self._context.world
         outer.start(self._state.step, self._state.tokens)
         reports = outer.finish(self._state.step)

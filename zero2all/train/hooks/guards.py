@@ -86,7 +86,7 @@ class Guards(Hook):
         return seen.action, self._report(seen.findings, seen.action, result)
 
     def judge_end(self) -> None:
-        """The same for the state after the last step, which may not be good enough to end with."""
+        """Judge the state after the last step: it may be too bad to end with."""
         self._carry_out(self._guards.at_end(self._state.step, self._is_marked, self._store))
 
     def _carry_out(self, action: Action, page: Path | None = None) -> None:

@@ -19,7 +19,7 @@ from zero2all.train.validate import Scores, all_rows, held_out_metrics, held_out
 
 
 class Validation(Hook):
-    """The held-out loss, every `eval.every_steps`."""
+    """The held-out loss, every `validation.every_steps`."""
 
     def __init__(self, context: RunContext, state: TrainState, log: RunLog) -> None:
         self._context, self._state, self._log = context, state, log
@@ -32,7 +32,7 @@ class Validation(Hook):
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after `step`."""
-        return is_multiple(step, self._context.config.eval.every_steps)
+        return is_multiple(step, self._context.config.validation.every_steps)
 
     def at_pause(self) -> None:
         """Validate and log. Called by every process."""

@@ -111,7 +111,11 @@ class Muon(Optimizer):
         mu = self.config.momentum if self.momentum is None else self.momentum
         for group in self.matrices:
             params = [param for param in group.params if param.gradient is not None]
-            numbers = Numbers(mu, group.lr, group.decay, inputs.scale, inputs.skip)
+            numbers = Numbers(
+                *(mu, group.lr, group.decay, inputs.scale, inputs.skip),
+                nesterov=self.config.nesterov,
+                cautious=self.config.muon.cautious_decay,
+            )
             for stack in stacks_of([param for param in params if not _is_cut(param) and param.weight.numel()]):
                 self._update_whole(stack, numbers)
             if self.owners is not None:
@@ -123,18 +127,18 @@ class Muon(Optimizer):
         gradients = [gradient for param in stack if (gradient := param.gradient) is not None]  # of all of them
         momenta = [param.moment("momentum") for param in stack]
         turns, settings = [param.parameter.alternating for param in stack], self.config.muon
-        x = prepare(gradients, momenta, turns, numbers, self.config.nesterov, self._dtype(momenta[0]), self.kernels)
+        x = prepare(gradients, momenta, turns, numbers, self._dtype(momenta[0]), self.kernels)
         o = orthogonalise(x, settings.iterations, self.kernels)
         factors = line_factors(o, [param.moment("mean_squares") for param in stack], settings.beta2, numbers.skip)
         sizes = [momentum.numel() // o[0].numel() for momentum in momenta]
         for param, one, factor in zip(stack, o.split(sizes), factors.split(sizes), strict=True):
             turn = param.parameter.alternating
-            take_step(param.weight, one, factor, turn, numbers, settings.cautious_decay, self.kernels)
+            take_step(param.weight, one, factor, turn, numbers, self.kernels)
 
     def _update_cut(self, owners: MatrixOwners, params: Stack, numbers: Numbers) -> None:
         def direction(param: ParamState) -> Tensor:
             assert param.gradient is not None, "update takes only params with a gradient"
-            ahead = look_ahead(param.gradient, param.moment("momentum"), numbers, self.config.nesterov)
+            ahead = look_ahead(param.gradient, param.moment("momentum"), numbers)
             return ahead.to(self._dtype(ahead))
 
         for stacks in owners.rounds(params):
@@ -142,13 +146,12 @@ class Muon(Optimizer):
             steps = owners.compute(stacks, directions, partial(self._steps_of, numbers=numbers))
             for param, step in ((p, s) for pair in zip(stacks, steps, strict=True) for p, s in zip(*pair, strict=True)):
                 if step.numel():
-                    cautious = self.config.muon.cautious_decay
-                    take_step(param.weight, step[None], None, 1, numbers, cautious, self.kernels)
+                    take_step(param.weight, step[None], None, 1, numbers, self.kernels)
 
     def _steps_of(self, stack: Stack, matrices: list[Tensor], numbers: Numbers) -> list[Tensor]:
         """What an owner makes of whole matrices: their steps before the rate, in their shapes and precision."""
         turns, settings = [param.parameter.alternating for param in stack], self.config.muon
-        x = prepare(matrices, None, turns, numbers, self.config.nesterov, matrices[0].dtype, self.kernels)
+        x = prepare(matrices, None, turns, numbers, matrices[0].dtype, self.kernels)
         o = orthogonalise(x, settings.iterations, self.kernels)
         factors = line_factors(o, [param.moment("mean_squares") for param in stack], settings.beta2, numbers.skip)
         cut = evened(o, factors).to(o.dtype).split(turns)
@@ -165,43 +168,46 @@ class Muon(Optimizer):
 
 
 class Numbers(NamedTuple):
-    """What changes from step to step."""
+    """The constants of one step."""
 
     mu: float
     lr: float
     decay: float
     scale: Tensor | None
     skip: Tensor | None
+    nesterov: bool = True
+    cautious: bool = False
+    """The decay is left out where the step leads away from 0."""
 
 
 def prepare(
-    values: Tensors, momenta: Tensors | None, turns: Sequence[int], numbers: Numbers, nesterov: bool,
-    dtype: torch.dtype, kernels: bool,
-) -> Tensor:  # fmt: skip
+    values: Tensors, momenta: Tensors | None, turns: Sequence[int], numbers: Numbers, dtype: torch.dtype, kernels: bool
+) -> Tensor:
     """The stack to orthogonalise: of gradients, after an update of their momenta, or without momenta of the values as
     they are. `turns`: how many matrices alternate in each tensor."""
     if kernels:
         from zero2all.ops.kernels.muon import rows_of_equal_length
 
-        mu, scale, skip = numbers.mu, None if momenta is None else numbers.scale, numbers.skip
+        mu, nesterov, skip = numbers.mu, numbers.nesterov, numbers.skip
+        scale = None if momenta is None else numbers.scale
         return rows_of_equal_length(values, momenta, turns, dtype, mu, nesterov, scale, skip, SHORTEST, SAFETY)
     if momenta is not None:
-        values = [look_ahead(*pair, numbers, nesterov) for pair in zip(values, momenta, strict=True)]
+        values = [look_ahead(*pair, numbers) for pair in zip(values, momenta, strict=True)]
     pieces = [_apart(one, turn).flatten(0, 1) for one, turn in zip(values, turns, strict=True)]
     return of_unit_length(torch.cat(pieces), dtype)
 
 
-def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers, nesterov: bool) -> Tensor:
+def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers) -> Tensor:
     """Update a momentum; returns what to orthogonalise, or the part of it in this process."""
     gradient, mu = scaled(gradient, numbers.scale), numbers.mu
     new = mu * momentum + (1 - mu) * gradient
     replace(momentum, new, numbers.skip)
-    return (1 - mu) * gradient + mu * new if nesterov else new
+    return (1 - mu) * gradient + mu * new if numbers.nesterov else new
 
 
 def of_unit_length(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """With rows of equal length and singular values of at most 1, because the matrix has at most the length 1. (It is
-    shorter where rows are 0; the polynomial lifts small singular values.)"""
+    """Scaled so that all rows have equal length and the matrix at most length 1, so that its singular values are at
+    most 1. (Rows of zeros make it shorter; the polynomial lifts small singular values.)"""
     x = x.to(master_dtype(x))
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SHORTEST)
     return (x / (SAFETY * math.sqrt(x.shape[-2]) * lengths)).to(dtype)
@@ -245,19 +251,17 @@ def evened(o: Tensor, factors: Tensor) -> Tensor:
     return o * factors.unsqueeze(_across(o))
 
 
-def take_step(
-    weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, numbers: Numbers, cautious: bool, kernels: bool
-) -> None:
-    """Subtract a step and the decay; cautious: only where the step leads towards 0 too."""
+def take_step(weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, numbers: Numbers, kernels: bool) -> None:
+    """Subtract a step and the decay."""
     if kernels and weight.is_contiguous():  # a part of a matrix may have other strides
         from zero2all.ops.kernels.muon import subtract_step
 
-        subtract_step(weight, o, factors, turns, numbers.lr, numbers.decay, cautious, numbers.skip)
+        subtract_step(weight, o, factors, turns, numbers.lr, numbers.decay, numbers.cautious, numbers.skip)
         return
     target = _apart(weight, turns)
     step = (o if factors is None else evened(o, factors)).to(weight.dtype).unflatten(0, target.shape[:2])
     lost = numbers.decay * target
-    if cautious:
+    if numbers.cautious:
         lost = torch.where(step * target >= 0, lost, 0.0)
     replace(target, target - numbers.lr * (step + lost), numbers.skip)
 

@@ -97,9 +97,6 @@ def _split(unit: Unit, starts: list[int], ends_at: list[int], total: int) -> lis
     ]
 
 
-# ---- plain files ----------------------------------------------------------------------------------------------
-
-
 def _borders(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[int]:
     """Bytes where units after the first begin."""
     size = unit.file.size_bytes
@@ -185,9 +182,6 @@ def _behind_blank_line(handle: BinaryIO, at: int) -> int | None:
         position += len(data)
         tail = look[-BLANKS_SEEN:]
     return None
-
-
-# ---- files with an index of their own -------------------------------------------------------------------------
 
 
 def _plan_parquet(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[Unit]:
