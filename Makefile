@@ -18,14 +18,15 @@ SETUP_INPUTS := pyproject.toml requirements.lock package.json package-lock.json 
 # Without bytecode every process compiles the package, and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart test again lint bench slow chaos soak layouts gpu lock clean
+.PHONY: quickstart test again lint kernels bench slow chaos soak layouts gpu lock clean
 
 quickstart: $(RUNTIME)
 	$(BIN)/z2a quickstart $(ARGS)
 
 # Three workers, on two cores too: many tests wait for other processes.
 # A test that hangs fails with the stacks of its threads, long before a job of continuous integration is ended.
-test: lint
+test: $(DEV)
+	$(MAKE) --no-print-directory -j 2 lint kernels
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu and not slow and not chaos and not soak" -n 3 --dist loadfile --no-loadscope-reorder --durations 10 --timeout 1200; \
 	code=$$?; mkdir -p .pytest_cache; echo $$code > .pytest_cache/exit_code; exit $$code
 
@@ -37,6 +38,10 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Compiled code of a clean clone, once instead of in every worker of the tests.
+kernels: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compile_kernels
 
 bench: $(RUNTIME)
 	$(BIN)/python benchmarks/spine.py

@@ -21,6 +21,7 @@ import pytest
 
 from tests.bigram import bigram, border_tokenizer, logits, speller  # noqa: F401  (fixtures)
 from tests.browser import launched
+from tests.command_line import z2a, z2a_without_rights  # noqa: F401  (fixtures)
 from tests.processes import Z2A, Program, Start, WarmProcess
 from zero2all.common.engine import EngineConfig
 from zero2all.common.progress import show_log
@@ -43,7 +44,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 LONG_FILES = (
     *("track/board/test_page.py", "ops/kernels/test_softmax_epilogue.py", "train/test_train_guards.py"),
     *("quickstart/test_pipeline.py", "train/test_train_exact.py", "corpus/test_corpus_engine.py"),
-    *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "measure/test_measure_ablate.py"),
+    *("cli/test_cli_train.py", "cli/test_cli_journey.py", "track/test_mirror.py", "test_doors.py"),
     *("train/test_train_resume.py", "track/board/test_accessibility.py", "train/test_trainer.py"),
     *("corpus/test_corpus_build.py", "train/test_train_data.py", "train/test_train_chaos.py", "test_exchange.py"),
     *("serve/test_page.py", "parallel/test_parallel_like_one.py"),

@@ -70,27 +70,19 @@ def test_at_the_reference_every_factor_is_one_and_longer_runs_do_not_take_smalle
     assert longer.optim.weight_decay == pytest.approx(config.optim.weight_decay / 10, rel=1e-3)
 
 
-def test_a_run_of_few_steps_remembers_at_least_20_of_them(tmp_path):
-    optim = load_config(write(tmp_path), ["--train.steps", "12"]).optim
-    assert optim.weight_decay * optim.lr_max == pytest.approx(1 / 20, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seq_len", "wanted"), [("1K", 128, 2**13), ("10T", 128, 2**21), ("13M", 3000, 15000)]
-)
-def test_the_batch_has_bounds_and_whole_rows(tokens, seq_len, wanted, tmp_path):
-    path = write(tmp_path, model={"max_seq_len": 4096}, data={"seq_len": seq_len}, train={"tokens": tokens})
-    config = load_config(path)
-    assert config.train.tokens_per_step == wanted
-    assert config.train.steps == max(1, config.train.tokens // wanted)
-
-
-def test_steps_alone_are_a_budget_too(tmp_path):
-    """The batch solves B = 2^18 (steps B / 1.3e9)^0.571."""
+def test_the_batch_has_bounds_and_whole_rows_and_follows_from_steps_alone_too(tmp_path):
+    for tokens, seq_len, wanted in (("1K", 128, 2**13), ("10T", 128, 2**21), ("13M", 3000, 15000)):
+        path = write(tmp_path, model={"max_seq_len": 4096}, data={"seq_len": seq_len}, train={"tokens": tokens})
+        config = load_config(path)
+        assert config.train.tokens_per_step == wanted
+        assert config.train.steps == max(1, config.train.tokens // wanted)
+    # The batch solves B = 2^18 (steps B / 1.3e9)^0.571.
     config = load_config(write(tmp_path), ["--train.steps", "600"])  # instead of the file's tokens
     assert (config.train.steps, config.train.tokens, config.train.tokens_per_step) == (600, None, 2**14)
     by_tokens = load_config(write(tmp_path), ["--train.tokens", str(600 * 2**14)])
     assert by_tokens.optim == config.optim
+    few = load_config(write(tmp_path), ["--train.steps", "12"]).optim
+    assert few.weight_decay * few.lr_max == pytest.approx(1 / 20, rel=1e-3), "it remembers at least 20 steps"
 
 
 def test_values_that_somebody_gave_stay_and_the_others_follow_them(tmp_path):
@@ -121,33 +113,26 @@ def test_a_tied_table_takes_the_rate_of_a_head_and_routers_that_of_norms(tmp_pat
     assert optim.lr_multipliers["router"] == optim.lr_multipliers["norm"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "short"),
-    [
-        ({"data": {"seq_len": 2048}}, 256),
-        ({"data": {"seq_len": 4096}}, 512),  # an eighth
-        ({"data": {"seq_len": 512}}, 256),  # at least 256
-        ({"data": {"seq_len": 256}}, None),
-        ({"data": {"seq_len": 600}}, None),  # not a whole number of short rows
-        ({"data": {"seq_len": 2048, "packing": "best_fit"}}, None),  # rows that hold whole conversations
-        ({"data": {"seq_len": 2048}, "stages": []}, None),  # the user's own
-    ],
-)
-def test_a_run_begins_with_short_rows_where_rows_are_text(tmp_path, changes, short):
-    changes = {"model": {"max_seq_len": 4096}, "train": {"tokens": "130M"}, **changes}
-    path = write(tmp_path, **{name: value for name, value in changes.items() if name != "stages"})
-    if "stages" in changes:
-        path.write_text(path.read_text() + "stages: []\n")
-    config = load_config(path)
-    found = [(stage.from_step, stage.seq_len) for stage in config.stages]
-    assert found == ([] if short is None else [(0, short), (config.train.steps // 2, config.data.seq_len)])
-
-
-def test_a_run_that_goes_on_keeps_its_stages(tmp_path):
-    path = write(tmp_path, data={"seq_len": 2048}, model={"max_seq_len": 2048}, train={"tokens": "130M"})
-    saved = load_config(path)
-    config, filled = load_with_rules(path, ["--train.tokens", "260M"], saved=saved)
-    assert (config.stages, config.train.tokens) == (saved.stages, 260_000_000)
+def test_a_run_begins_with_short_rows_where_rows_are_text(tmp_path):
+    for seq_len, more, short in (
+        (2048, {}, 256),
+        (4096, {}, 512),  # an eighth
+        (512, {}, 256),  # at least 256
+        (256, {}, None),
+        (600, {}, None),  # not a whole number of short rows
+        (2048, {"packing": "best_fit"}, None),  # rows that hold whole conversations
+        (2048, None, None),  # the user's own
+    ):
+        data = {"seq_len": seq_len, **(more or {})}
+        path = write(tmp_path, model={"max_seq_len": 4096}, train={"tokens": "130M"}, data=data)
+        if more is None:
+            path.write_text(path.read_text() + "stages: []\n")
+        config = load_config(path)
+        found = [(stage.from_step, stage.seq_len) for stage in config.stages]
+        assert found == ([] if short is None else [(0, short), (config.train.steps // 2, seq_len)])
+    saved = load_config(write(tmp_path, data={"seq_len": 2048}, model={"max_seq_len": 2048}, train={"tokens": "130M"}))
+    config, filled = load_with_rules(path.with_name("run.yaml"), ["--train.tokens", "260M"], saved=saved)
+    assert (config.stages, config.train.tokens) == (saved.stages, 260_000_000), "a run that goes on keeps its own"
     assert "stages" not in {each.name for each in filled}
 
 
@@ -166,19 +151,13 @@ def test_other_optimizers_have_their_defaults_and_no_rules(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("optim: {kind: adamw_8bit, weight_decay: null}\nschedule: {warmup_steps: null}\n")
     config, filled = load_with_rules(path)
-    assert (config.optim, config.schedule, config.train, filled) == (
-        *(OptimConfig("adamw_8bit"), ScheduleConfig(), TrainConfig()),
-        [],
-    )
+    assert (config.optim, config.schedule) == (OptimConfig("adamw_8bit"), ScheduleConfig())
+    assert (config.train, filled) == (TrainConfig(), [])
     assert load_config(path, ["--train.tokens", "1B"]).train.steps == 10**9 // 524288
     assert problem_of(path, "--optim.lr_max", "null") == (
         "optim.lr_max: got None, expected a number above 0, such as 3e-4: only optim.kind muon has a rule for it."
     )
-
-
-def test_without_a_budget_one_message_says_what_to_set(tmp_path):
-    path = write(tmp_path, train={"tokens": None})
-    assert problem_of(path) == (
+    assert problem_of(write(tmp_path, train={"tokens": None})) == (
         "train.tokens: got nothing, expected the tokens of the run, such as 40M or 2B, or train.steps: the rules "
         "of optim.kind muon need it."
     )
@@ -207,33 +186,28 @@ def test_a_config_that_a_run_of_an_earlier_version_wrote_gets_no_rules(tmp_path)
     assert (config.train, filled) == (TrainConfig(steps=50), [])
 
 
-@pytest.mark.parametrize("name", ["z2all-100m", "z2all-1b", "z2all-moe"])
-def test_a_preset_takes_the_rules_where_its_values_are_set_to_null(name):
+def test_a_preset_takes_the_rules_where_its_values_are_set_to_null():
+    name = "z2all-moe"  # the others: the table of the guide
     budget = load_config(name).train.steps * load_config(name).train.tokens_per_step
     words = ["--optim.kind", "muon", "--train.tokens", str(budget)]
     for field in ("optim.lr_max", "schedule.warmup_steps", "train.tokens_per_step"):
         words += [f"--{field}", "null"]
     config, filled = load_with_rules(name, words)
-    assert {"optim.lr_max", "optim.weight_decay", "train.tokens_per_step", "train.steps"} <= {
-        each.name for each in filled
-    }
+    ruled = {"optim.lr_max", "optim.weight_decay", "train.tokens_per_step", "train.steps"}
+    assert ruled <= {each.name for each in filled}
     assert config.optim.lr_max > 0.01
 
 
-@pytest.mark.parametrize("page", ["learning.md", "learning.zh.md"])
-def test_the_table_of_the_guide_is_what_the_rules_give(page):
+def test_the_table_of_the_guide_is_what_the_rules_give():
     """Columns: preset, D, B, lr_max, embedding, head, decay, steps."""
-    rows = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("| `z2all")]
-    assert [row.split("|")[1:-1] for row in rows] == [_row(*words) for words in GUIDE]
+    expected = [_row(*words) for words in GUIDE]
+    for page in ("learning.md", "learning.zh.md"):
+        rows = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("| `z2all")]
+        assert [row.split("|")[1:-1] for row in rows] == expected
 
 
-GUIDE = [
-    ("z2all-100m", "100M"),
-    ("z2all-100m", "1.3B"),
-    ("z2all-100m", "2.6B"),
-    ("z2all-1b", "2.6B"),
-    ("z2all-1b", "26B"),
-]
+GUIDE = [(f"z2all-{size}", tokens) for size, tokens in (("100m", "100M"), ("100m", "1.3B"), ("100m", "2.6B"))]
+GUIDE += [("z2all-1b", "2.6B"), ("z2all-1b", "26B")]
 
 
 def _row(name: str, tokens: str) -> list[str]:

@@ -15,6 +15,7 @@ PAGES = {str(page): page for page in pages()}
 TRANSLATED = sorted(name for name in PAGES if name.endswith(".zh.md"))
 README_LINES = 200
 PICTURE_BYTES = 200 << 10
+FILE = re.compile(r"(?:benchmarks|configs|docs|scripts|tests|zero2all)/[\w./-]+\.(?:py|md|sh|yaml|json|png|css)")
 MOVED = {"docs/measurements.md"}
 """Pages that only say where their text is now, for old links."""
 
@@ -24,7 +25,7 @@ def report(problems: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=str)
-def test_links_and_pictures_exist(page):
+def test_links_pictures_and_files_of_the_repository_that_are_named_exist(page):
     problems = []
     for place, target in page.links:
         if re.match(r"[a-z]+:", target):
@@ -37,18 +38,9 @@ def test_links_and_pictures_exist(page):
             problems.append(f"{place}: {file or 'this page'} has no heading for #{anchor}")
         elif path.suffix == ".png" and path.stat().st_size > PICTURE_BYTES:
             problems.append(f"{place}: {file} has {path.stat().st_size:,} bytes, at most {PICTURE_BYTES:,} are allowed")
+    named = [(place, text) for place, text in page.spans if FILE.fullmatch(text)]
+    problems += [f"{place}: there is no {text}" for place, text in named if not (ROOT / text).exists()]
     report(problems)
-
-
-@pytest.mark.parametrize("page", PAGES.values(), ids=str)
-def test_files_of_the_repository_that_are_named_exist(page):
-    folders = ("benchmarks", "configs", "docs", "scripts", "tests", "zero2all")
-    named = re.compile(rf"(?:{'|'.join(folders)})/[\w./-]+\.(?:py|md|sh|yaml|json|png|css)")
-    report([f"{place}: there is no {text}" for place, text in page.spans if named.fullmatch(text) and missing(text)])
-
-
-def missing(name: str) -> bool:
-    return not (ROOT / name).exists()
 
 
 def test_every_page_is_reached_from_the_readme():
@@ -77,37 +69,28 @@ def test_a_translation_has_the_headings_of_its_original(name):
     assert not left, f"{name} has {len(ours)} headings, {original} {len(theirs)}; left over from line {left[0][0]}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
-def test_a_readme_is_short(name):
-    lines = len(PAGES[name].lines)
-    assert lines <= README_LINES, f"{name} has {lines} lines, at most {README_LINES} are allowed"
-
-
 @pytest.mark.parametrize(("name", "minutes"), [("README.md", "minutes"), ("README.zh.md", "分钟")])
-def test_a_readme_begins_with_what_you_get(name, minutes):
-    first_screen = "\n".join(PAGES[name].lines[:40])
+def test_a_readme_is_short_and_begins_with_what_you_get(name, minutes):
+    lines = PAGES[name].lines
+    assert len(lines) <= README_LINES, f"{name} has {len(lines)} lines, at most {README_LINES} are allowed"
     wanted = ("make quickstart", "make test", minutes, "<img src=")
-    assert [words for words in wanted if words not in first_screen] == [], f"missing in the first 40 lines of {name}"
+    missing = [words for words in wanted if words not in "\n".join(lines[:40])]
+    assert missing == [], f"missing in the first 40 lines of {name}"
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=str)
-def test_a_page_has_one_title_and_no_level_is_left_out(page):
+def test_a_page_has_one_title_no_level_is_left_out_and_no_placeholder_is_left(page):
     problems = []
     level = 0
     for number, found, text in page.headings:
         if found > level + 1 or (found == 1 and level > 0):
             problems.append(f"{page}:{number}: `{text}` has level {found} after level {level}")
         level = found
-    report(problems)
-
-
-@pytest.mark.parametrize("page", PAGES.values(), ids=str)
-def test_no_placeholder_is_left(page):
     words = re.compile(r"\b(?:TODO|FIXME|TBD|[A-Z]{3,}_[A-Z_]{3,})\b")
     prose = [(number, re.sub(r"`[^`]*`", "", line)) for number, line in enumerate(page.prose, 1)]
     blocks = [(number, line) for block in page.blocks for number, line in enumerate(block.lines, block.number)]
     lines = [*prose, *((number, line) for number, line in blocks if words.fullmatch(line.strip()))]
-    report([f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])
+    report(problems + [f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])
 
 
 def test_the_tables_of_learning_speed_are_those_of_the_results():

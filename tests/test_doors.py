@@ -25,12 +25,18 @@ ANY = ("", "0.0.0.0", "::")
 LISTENING = "0A"
 
 
+OPENERS = ("create_server", "bind", "listen", "start_server", "HTTPServer", "TCPServer", "Listener")
+
+
 def test_no_call_that_opens_a_port_names_all_addresses():
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        source = path.read_text()
+        if not any(opener in source for opener in OPENERS):  # to parse all files takes seconds
+            continue
+        for node in ast.walk(ast.parse(source)):
             called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-            if called in ("create_server", "bind", "listen", "start_server", "HTTPServer", "TCPServer", "Listener"):
+            if called in OPENERS:
                 constants = [each for each in ast.walk(node) if isinstance(each, ast.Constant)]
                 found += [f"{path.name}:{each.lineno}" for each in constants if each.value in ANY]
     assert found == []

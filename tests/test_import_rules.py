@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,16 +55,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("resilience.config", "tokenizer.config", "track.config"),
     ),
     "train": (
-        "packed",
-        "model",
-        "ops",
-        "parallel",
-        "diloco",
-        "estimate",
-        "track.writer",
-        "config",
-        "resilience.heartbeat",
-        "resilience.slots",
+        *("packed", "model", "ops", "parallel", "diloco", "estimate", "track.writer", "config"),
+        *("resilience.heartbeat", "resilience.slots"),
     ),
     "infer": ("model", "ops", "parallel", "tokenizer", "train", "config"),
     "evals": (
@@ -87,25 +79,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name
 covers the modules below it."""
 
-SECTIONS_MAY_IMPORT: dict[str, tuple[str, ...]] = {
-    "tokenizer.config": ("tokenizer.specials", "tokenizer.sampling"),
-}
+SECTIONS_MAY_IMPORT = {"tokenizer.config": ("tokenizer.specials", "tokenizer.sampling")}
 """A room's `config.py` imports only `common`, with these exceptions."""
 
 TRAINER = (
-    "packed",
-    "model",
-    "ops",
-    "parallel",
-    "diloco",
-    "train",
-    "estimate",
-    "track.writer",
-    "resilience.slots",
-    "config",
-    "common",
-    "tokenizer.config",
-    "measure",
+    *("packed", "model", "ops", "parallel", "diloco", "train", "estimate", "track.writer", "resilience.slots"),
+    *("config", "common", "tokenizer.config", "measure"),
 )
 TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil", "google_crc32c", "orjson"}
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
@@ -286,19 +265,13 @@ def test_every_module_imports_only_what_its_room_may():
     [
         ("corpus.build", "from zero2all.tokenizer import load_tokenizer"),
         ("model.z2all", "def f():\n    from zero2all.parallel.device import pick_device"),
-        ("estimate.flops", "from zero2all.model import z2all"),
         ("train.trainer", "import zero2all.resilience.launch"),
-        ("train.trainer", "from zero2all.track import plot"),
         ("config", "from zero2all.train.setup import prepare"),
         ("config.schedule", "importlib.import_module('zero2all.train.trainer')"),
         ("estimate.memory", "from zero2all.ops import registry"),
-        ("train.trainer", "from zero2all.predict.step_prediction import predict"),
         ("ops.config", "from zero2all.ops import registry"),
-        ("infer.load", "from zero2all.evals.probes import run_probes"),
-        ("evals.report", "from zero2all.quickstart.pipeline import run_quickstart"),
         ("common.files", "if TYPE_CHECKING:\n    from zero2all.config import RunConfig"),
         ("exchange", "from zero2all.evals.probes import run_probes"),
-        ("packed.writer", "from zero2all.corpus import build_corpus"),
         ("quickstart.pipeline", "from zero2all.cli.main import main"),
     ],
 )
@@ -306,21 +279,13 @@ def test_the_rules_catch_a_breach(module, source):
     assert len(breaches(list(imports_of(f"{PACKAGE}.{module}", source)))) == 1
 
 
-def test_only_the_command_line_and_the_quickstart_itself_know_the_quickstart():
-    importers = {
-        short(each.importer).split(".")[0] for each in imports_of_ours() if inside(short(each.target), "quickstart")
-    }
-    assert importers == {"cli", "quickstart"}
-
-
-def test_the_command_line_imports_stages_only_inside_functions():
-    at_top = {
-        short(each.target)
-        for each in imports_of_ours()
-        if inside(short(each.importer), "cli") and each.at_top and short(each.target)
-    }
+def test_the_command_line_imports_stages_only_inside_functions_and_alone_knows_the_quickstart():
+    ours = imports_of_ours()
+    at_top = {short(each.target) for each in ours if inside(short(each.importer), "cli") and each.at_top} - {""}
     light = {"common.errors", "common.language", "common.progress"}
     assert {target for target in at_top if not inside(target, "cli")} == light
+    importers = {short(each.importer).split(".")[0] for each in ours if inside(short(each.target), "quickstart")}
+    assert importers == {"cli", "quickstart"}
 
 
 # ---- circles --------------------------------------------------------------------------------------------------
@@ -351,35 +316,26 @@ def test_there_is_no_circle_over_the_files_of_the_package():
     graph = file_graph(MODULES, imports_of_ours())
     assert circle_in(graph) == ""
     assert sum(map(len, graph.values())) > 1000  # it has seen the house
-
-
-def test_there_is_no_circle_over_the_benchmarks():
     modules = {module_name(path): path for path in sorted((ROOT / "benchmarks").glob("*.py"))}
     assert circle_in(file_graph(modules, all_imports(modules))) == ""
 
 
-@pytest.mark.parametrize("room", ["track", "serve"])
-def test_there_is_no_circle_over_the_scripts_of_a_page(room):
-    files = sorted((ROOT / PACKAGE / room / "web").glob("*.js"))
-    imported = {path.name: set(re.findall(r"from '\./([\w.]+)'", path.read_text(encoding="utf-8"))) for path in files}
-    assert len(imported) > 10
-    assert circle_in(imported) == ""
+def test_there_is_no_circle_over_the_scripts_of_a_page():
+    for room in ("track", "serve"):
+        files = sorted((ROOT / PACKAGE / room / "web").glob("*.js"))
+        sources = {path.name: path.read_text(encoding="utf-8") for path in files}
+        imported = {name: set(re.findall(r"from '\./([\w.]+)'", source)) for name, source in sources.items()}
+        assert len(imported) > 10
+        assert circle_in(imported) == ""
 
 
-@pytest.mark.parametrize(
-    "back",
-    [
-        "from b import y",
-        "def f():\n    from b import y",
-        "if TYPE_CHECKING:\n    import b",
-        "import_module('b')",
-    ],
-)
-def test_a_circle_is_found_however_its_import_is_written(back):
+def test_a_circle_is_found_however_its_import_is_written():
     modules = {"a": Path(), "b": Path(), "c": Path()}
-    sources = {"a": back, "b": "import c", "c": "import a"}
-    imports = [each for name, source in sources.items() for each in imports_of(name, source, modules)]
-    assert circle_in(file_graph(modules, imports)) in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c")
+    plain, lazy = "from b import y", "def f():\n    from b import y"
+    for back in (plain, lazy, "if TYPE_CHECKING:\n    import b", "import_module('b')"):
+        sources = {"a": back, "b": "import c", "c": "import a"}
+        imports = [each for name, source in sources.items() for each in imports_of(name, source, modules)]
+        assert circle_in(file_graph(modules, imports)) in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c")
 
 
 # ---- third parties --------------------------------------------------------------------------------------------
@@ -393,46 +349,33 @@ def third_parties(part: str) -> list[Import]:
     ]
 
 
-def formulas_third_parties() -> list[Import]:
-    """Of `estimate`, without the estimates of a run's config, which need torch."""
-    return [each for each in third_parties("estimate") if room_of(short(each.importer)) == "estimate"]
-
-
-def is_lazy(each: Import) -> bool:
-    return each.target.split(".")[0] in LAZY_THIRD_PARTY.get(short(each.importer), ())
-
-
 @pytest.mark.parametrize("part", TRAINER)
 def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
-    beyond = [each for each in third_parties(part) if each.target.split(".")[0] not in TRAINER_THIRD_PARTY]
-    beyond = [each for each in beyond if not (inside(short(each.importer), KERNELS) and each.target[:6] == "triton")]
-    beyond = [each for each in beyond if not (short(each.importer) in EPILOGUES and each.target[:5] == "quack")]
-    assert [str(each) for each in beyond if each.at_top or not is_lazy(each)] == []
+    for each in third_parties(part):
+        importer, library = short(each.importer), each.target.split(".")[0]
+        is_kernel = inside(importer, KERNELS) and library == "triton"
+        is_epilogue = importer in EPILOGUES and library == "quack"
+        is_lazy = not each.at_top and library in LAZY_THIRD_PARTY.get(importer, ())
+        assert library in TRAINER_THIRD_PARTY or is_kernel or is_epilogue or is_lazy, each
 
 
-def test_our_kernels_are_imported_only_where_one_is_chosen():
-    """They import Triton at their top; everything else must run without it."""
-    users = [each for each in every_import() if inside(each.target.removeprefix(f"{PACKAGE}."), KERNELS)]
+def users_of(is_meant: Callable[[str], bool]) -> list[Import]:
+    return [each for each in every_import() if is_meant(short(each.target))]
+
+
+def test_kernels_epilogues_and_the_tokenizers_library_are_imported_only_where_one_is_chosen():
+    """They import Triton, QuACK and their like at their top; everything else must run without it."""
+    users = users_of(lambda name: inside(name, KERNELS))
     assert users
     assert [str(each) for each in users if each.at_top and not inside(short(each.importer), KERNELS)] == []
-
-
-def test_our_epilogues_are_imported_only_where_quack_was_found():
-    """They import QuACK at their top; the other kernels must run without it."""
-    users = [each for each in every_import() if each.target.removeprefix(f"{PACKAGE}.") in EPILOGUES]
-    assert {each.target.removeprefix(f"{PACKAGE}.") for each in users} == EPILOGUES
-    assert not any(each.at_top for each in users)
+    assert {short(each.target) for each in users_of(EPILOGUES.__contains__)} == EPILOGUES
+    tokenizers = users_of(lambda name: name.split(".")[0] == "tokenizers")
+    assert {short(each.importer).split(".")[0] for each in tokenizers} == {"tokenizer"}
+    assert not any(each.at_top for each in (*users_of(EPILOGUES.__contains__), *tokenizers))
 
 
 def test_the_metrics_writer_and_the_estimates_need_the_standard_library_only():
-    assert third_parties("track.writer") == []
-    assert [str(each) for each in formulas_third_parties()] == []
-
-
-def test_the_tokenizers_library_is_imported_only_where_a_tokenizer_is_used():
-    users = [each for each in every_import() if each.target.split(".")[0] == "tokenizers"]
-    assert {short(each.importer).split(".")[0] for each in users} == {"tokenizer"}
-    assert not any(each.at_top for each in users)
+    assert [str(each) for part in ("track.writer", "estimate") for each in third_parties(part)] == []
 
 
 def run_python(script: str) -> str:

@@ -210,12 +210,10 @@ def test_the_language_is_the_flag_or_else_the_locale(monkeypatch):
     for name in ("Z2A_LANG", "LC_ALL", "LC_MESSAGES", "LANG"):
         monkeypatch.delenv(name, raising=False)
     assert language.language() == "en"
-    monkeypatch.setenv("LANG", "zh_CN.UTF-8")
-    assert language.language() == "zh"
-    monkeypatch.setenv("LC_ALL", "C.UTF-8")
-    assert language.language() == "en"
-    monkeypatch.setenv("Z2A_LANG", "zh")
-    assert language.language() == "zh"
+    for name, value, found in (("LANG", "zh_CN.UTF-8", "zh"), ("LC_ALL", "C.UTF-8", "en"), ("Z2A_LANG", "zh", "zh")):
+        monkeypatch.setenv(name, value)
+        assert language.language() == found
+    assert (padded("打包", 6), padded("pack", 6)) == ("打包  ", "pack  "), "Chinese characters take two columns"
 
 
 @pytest.fixture
@@ -241,33 +239,25 @@ def small_table(monkeypatch, tmp_path):
     language._tables.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("english", "chinese"),
-    [
-        ("a.jsonl has no field text.", "a.jsonl 中没有字段 text。"),
-        ("left: 2 of 3", "3 中还剩 2"),
-        ("  interrupted.\n", "  已中断。\n"),
-        ("a.jsonl has no field text. Use `content` instead.", "a.jsonl 中没有字段 text。请改用 `content`。"),
-        ("b.csv: a.jsonl has no field text.", "b.csv: a.jsonl 中没有字段 text。"),
-        ("Nobody wrote this one. interrupted.", "Nobody wrote this one. 已中断。"),
-        ("interrupted.\na has no field b.", "已中断。\na 中没有字段 b。"),
-        ("Use interrupted. instead.", "请改用 interrupted.。"),
-        ("1,024 runs", "1,024 次运行"),
-        ("Use `z2a runs` instead.", "请改用 `z2a runs`。"),
-        ("interrupted.\nUse a\nb has no field c.", "已中断。\nUse a\nb 中没有字段 c。"),
-        ("list all the runs", "list all the runs"),
-        ("time of matrix products", "用时：矩阵乘法"),
-        ("time of x is here", "time of x is here"),
-        ("Use tokens, help, undo instead.", "请改用 tokens, help, undo。"),
-    ],
-)
-def test_sentences_are_found_alone_joined_and_after_a_name(small_table, english, chinese):
-    assert translate(english) == chinese
-
-
-def test_padding_counts_chinese_characters_twice():
-    assert padded("打包", 6) == "打包  "
-    assert padded("pack", 6) == "pack  "
+def test_sentences_are_found_alone_joined_and_after_a_name(small_table):
+    for english, chinese in {
+        "a.jsonl has no field text.": "a.jsonl 中没有字段 text。",
+        "left: 2 of 3": "3 中还剩 2",
+        "  interrupted.\n": "  已中断。\n",
+        "a.jsonl has no field text. Use `content` instead.": "a.jsonl 中没有字段 text。请改用 `content`。",
+        "b.csv: a.jsonl has no field text.": "b.csv: a.jsonl 中没有字段 text。",
+        "Nobody wrote this one. interrupted.": "Nobody wrote this one. 已中断。",
+        "interrupted.\na has no field b.": "已中断。\na 中没有字段 b。",
+        "Use interrupted. instead.": "请改用 interrupted.。",
+        "1,024 runs": "1,024 次运行",
+        "Use `z2a runs` instead.": "请改用 `z2a runs`。",
+        "interrupted.\nUse a\nb has no field c.": "已中断。\nUse a\nb 中没有字段 c。",
+        "list all the runs": "list all the runs",
+        "time of matrix products": "用时：矩阵乘法",
+        "time of x is here": "time of x is here",
+        "Use tokens, help, undo instead.": "请改用 tokens, help, undo。",
+    }.items():
+        assert translate(english) == chinese
 
 
 if __name__ == "__main__":

@@ -26,6 +26,16 @@ def test_a_folder_that_can_be_written_is_chosen(tmp_path: Path, monkeypatch: pyt
     assert numba_cache(NOWHERE) is None
 
 
+def output_of(program: str, temporary: Path) -> str:
+    """Where no folder of the user can be written."""
+    environment = {**os.environ, "HOME": "/proc", "TMPDIR": str(temporary)}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def plant_link(place: Path, other: Path) -> None:
     other.mkdir(mode=0o700)
     place.symlink_to(other)
@@ -54,11 +64,7 @@ def test_compiled_code_is_never_taken_from_a_folder_that_others_could_fill(tmp_p
         "import zero2all, pathlib; found = zero2all.numba_cache(pathlib.Path('/proc/nowhere'));"
         "print(found, found.stat().st_mode & 0o777, found.is_dir())"
     )
-    environment = {**os.environ, "HOME": "/proc", "TMPDIR": str(temporary)}
-    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
-        environment.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    path, *facts = done.stdout.split()
+    path, *facts = output_of(program, temporary).split()
     assert Path(path).parent == temporary
     assert Path(path).name != f"zero2all-numba-{os.getuid()}"
     assert facts == [str(0o700), "True"]
@@ -72,9 +78,4 @@ def test_a_kernel_is_cached_there(tmp_path: Path) -> None:
         "os.environ['NUMBA_CACHE_DIR'] = str(chosen);"
         "import zero2all.corpus.channel_kernels; print(len(list(chosen.rglob('*.nbi'))))"
     )
-    environment = {**os.environ, "HOME": "/proc", "TMPDIR": str(tmp_path)}
-    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
-        environment.pop(name, None)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0
+    assert int(output_of(program, tmp_path)) > 0

@@ -1,4 +1,4 @@
-"""The command line in this process, and a small workspace that was made by typing every verb of the journey."""
+"""A small workspace that was made by typing every verb of the journey."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -24,50 +20,6 @@ TINY = [
     *("--model.max_seq_len", "64", "--schedule.warmup_steps", "1", "--validation.tokens_per_source", "256"),
     *("--parallel.device", "cpu", "--checkpoint.every_steps", "2"),
 ]
-
-
-class Ended(NamedTuple):
-    """How a command ended, and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def z2a(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run `z2a WORDS…` in this process."""
-
-    def run(*words: str | Path) -> Ended:
-        capsys.readouterr()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as end:  # argparse ends the process itself
-            code = int(end.code or 0)
-        return Ended(code, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def z2a_without_rights() -> Run:
-    """Run `z2a WORDS…` in a process that first gives up what lets root read and write everywhere."""
-    script = """
-import ctypes, sys
-from zero2all.cli import main
-version_and_pid, no_rights_at_all = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-assert ctypes.CDLL(None).capset(version_and_pid, no_rights_at_all) == 0
-sys.exit(main(sys.argv[1:]))
-"""
-
-    def run(*words: str | Path) -> Ended:
-        done = subprocess.run([sys.executable, "-c", script, *map(str, words)], capture_output=True, text=True)
-        return Ended(done.returncode, done.stdout, done.stderr)
-
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -109,9 +109,8 @@ def test_talking_in_a_terminal(terminal, tmp_path):
     assert "44 of 128 tokens used by 2 messages" in typist.type("/tokens\n", "tokens used by", "\n> ")
     again = typist.type("/retry\n", "tokens/s", "\n> ")
     assert "The temperature is 0, so the answer will be the same" in again
-    typist.type(
-        "\x1b[A\x1b[A\n", "of 128 tokens used by 2 messages", "\n> "
-    )  # in the history, /tokens stands two lines up
+    # In the history, /tokens stands two lines up.
+    typist.type("\x1b[A\x1b[A\n", "of 128 tokens used by 2 messages", "\n> ")
     typist.type("\x04")
     assert program.wait() == 0
 
@@ -134,16 +133,9 @@ def test_pipe_gets_one_answer_for_each_message_and_nothing_else(pipe):
     assert both.err.splitlines() == ["Started a new conversation.", "0 of 128 tokens used by 0 messages."]
 
 
-def test_input_that_is_not_utf_8_does_not_end_the_program(pipe):
-    ended = pipe(b"\xff\xfe\nThe capital\n", "--frame", "plain", "--max-new-tokens", "4")
-    assert ended.code == 0
-    assert ended.err == ""
-
-
 def test_bytes_typed_that_are_not_utf_8_become_text(talk_to, bigram, logits, monkeypatch, capsys):
+    as_in_terminal(monkeypatch)
     lines = ["a\udcff", "/undo", "/tokens", "/quit"]
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: lines.pop(0))
     assert talk_to(bigram(logits), "plain").run() == 0
     shown = capsys.readouterr().out
@@ -151,8 +143,8 @@ def test_bytes_typed_that_are_not_utf_8_become_text(talk_to, bigram, logits, mon
     assert "tokens used by" in shown, "and the chat went on"
 
 
-def test_oldest_messages_are_dropped_with_a_word(pipe):
-    ended = pipe(b"The capital of France?\n" * 9, "--frame", "template", "--max-new-tokens", "16")
+def test_oldest_messages_are_dropped_with_a_word_and_input_that_is_not_utf_8_is_taken(pipe):
+    ended = pipe(b"\xff\xfe\n" + b"The capital of France?\n" * 9, "--frame", "template", "--max-new-tokens", "16")
     assert ended.code == 0
     dropped = [int(count) for count in re.findall(r"fit into the context and are left out: (\d+)\.", ended.err)]
     assert dropped
@@ -166,28 +158,26 @@ def test_message_that_is_too_long_is_refused_and_the_conversation_goes_on(pipe):
     assert ended.code == 3
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("/help", "/set NAME VALUE"),
-        ("/undo", "There is no message to remove"),
-        ("/retry", "There is no message to answer"),
-        ("/set", "temperature 0.0, top_k 0, top_p 1.0"),
-        ("/set top_p 2", "top_p is 2.0; it must be above 0"),
-        ("/set top_k some", "top_k is 0. Set it to a whole number, for example `/set top_k 0`"),
-        ("/set stop x", "There is no setting stop. The settings are temperature, top_k,"),
-        ("/set seed -1", "seed is -1; it must be at least 0"),
-        ("/set max_new_tokens 0", "max_new_tokens is 0; it must be at least 1"),
-        ("/system Be kind", "System message: Be kind"),
-        ("/sytsem x", "There is no command /sytsem. Did you mean `system`"),
-        ("/zzz", "plain, quit."),
-    ],
-)
-def test_commands_say_what_they_did_or_what_is_wrong(pipe, line, said):
-    ended = pipe(f"{line}\n/quit\nThe capital\n".encode())
-    assert ended.code == 0
-    assert said in ended.err
-    assert ended.out == ""
+COMMANDS = {
+    "/help": "/set NAME VALUE",
+    "/undo": "There is no message to remove",
+    "/retry": "There is no message to answer",
+    "/set": "temperature 0.0, top_k 0, top_p 1.0",
+    "/set top_p 2": "top_p is 2.0; it must be above 0",
+    "/set top_k some": "top_k is 0. Set it to a whole number, for example `/set top_k 0`",
+    "/set stop x": "There is no setting stop. The settings are temperature, top_k,",
+    "/set seed -1": "seed is -1; it must be at least 0",
+    "/set max_new_tokens 0": "max_new_tokens is 0; it must be at least 1",
+    "/system Be kind": "System message: Be kind",
+    "/sytsem x": "There is no command /sytsem. Did you mean `system`",
+    "/zzz": "plain, quit.",
+}
+
+
+def test_commands_say_what_they_did_or_what_is_wrong(pipe):
+    ended = pipe("\n".join([*COMMANDS, "/quit", "The capital"]).encode())
+    assert (ended.code, ended.out) == (0, "")
+    assert [line for line, said in COMMANDS.items() if said not in ended.err] == []
 
 
 @pytest.mark.parametrize(
@@ -233,6 +223,11 @@ def talk_to():
         service.close()
 
 
+def as_in_terminal(monkeypatch):
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+
+
 def test_answer_ends_at_the_end_of_the_message(bigram, border_tokenizer, talk_to, logits, capsys):
     """The model writes `Rome` after the head of the assistant's message, then ends the message, then goes on."""
     end = border_tokenizer.encode_control("<|message_end|>")
@@ -249,10 +244,9 @@ def test_answer_ends_at_the_end_of_the_message(bigram, border_tokenizer, talk_to
 def test_an_answer_that_was_cut_says_by_what(
     bigram, talk_to, logits, capsys, monkeypatch, border_tokenizer, most, said
 ):
+    as_in_terminal(monkeypatch)
     (space,) = border_tokenizer.encode_text(" ")
     logits[:, space] = 30.0
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     talk = talk_to(bigram(logits), "plain")
     talk.max_new_tokens = most
     talk._say("x")
@@ -260,8 +254,7 @@ def test_an_answer_that_was_cut_says_by_what(
 
 
 def test_the_model_cannot_command_the_terminal(speller, talk_to, capsys, monkeypatch):
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    as_in_terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     talk = talk_to(speller("首都", "\x1b[2J", "Rome", "\n", "\x9b"), "plain")
     talk._say("首都")

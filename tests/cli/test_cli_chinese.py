@@ -41,28 +41,22 @@ def test_english_is_found_among_chinese_but_code_and_names_are_not():
     assert english_left(prose_of_page(page)) == ["not one sentence", "not one"]
 
 
-def test_help_of_every_verb():
+def test_help_of_every_verb_and_the_overview(z2a, tmp_path, monkeypatch):
     left = {parser.prog: english_left(parser.format_help()) for parser in parsers(build_parser())}
     assert len(left) > 40
     assert {verb: words for verb, words in left.items() if words} == {}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("Z2A_WORK", raising=False)
+    for words in ("", "help", "help train", "--help"):
+        assert english_left(z2a.done(*words.split())) == []
 
 
 def test_help_fits_the_terminal(monkeypatch):
-    for width in (60, 100):
-        monkeypatch.setenv("COLUMNS", str(width))
-        for parser in parsers(build_parser()):
-            help_lines = [line for line in parser.format_help().splitlines() if line.startswith("   ")]
-            prose = [line for line in help_lines if "z2a " not in line and "[" not in line and "/" not in line]
-            assert [line for line in prose if columns(line) > width] == []
-
-
-@pytest.mark.parametrize("words", ["", "help", "help train", "--help"])
-def test_overview_and_help(words, z2a, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("Z2A_WORK", raising=False)
-    ended = z2a(*words.split())
-    assert ended.code == 0
-    assert english_left(ended.out) == []
+    monkeypatch.setenv("COLUMNS", "60")
+    for parser in parsers(build_parser()):
+        help_lines = [line for line in parser.format_help().splitlines() if line.startswith("   ")]
+        prose = [line for line in help_lines if "z2a " not in line and "[" not in line and "/" not in line]
+        assert [line for line in prose if columns(line) > 60] == []
 
 
 def test_overview_and_runs_of_a_workspace(z2a, copy, monkeypatch):
@@ -119,19 +113,14 @@ CALCULATED = {
 @pytest.mark.parametrize("words", CALCULATED)
 def test_what_is_calculated(words, z2a, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended = z2a(*words.split())
-    assert ended.code == 0
+    out = z2a.done(*words.split())
     formulas = r"[a-z]+( x [a-z]+)+|2 m n k"
-    assert english_left(re.sub(formulas, "", ended.out)) == []
-    assert [word for word in CALCULATED[words] if word not in ended.out] == []
+    assert english_left(re.sub(formulas, "", out)) == []
+    assert [word for word in CALCULATED[words] if word not in out] == []
 
 
-def test_names_in_a_list_are_not_translated(z2a, copy, monkeypatch):
+def test_names_in_a_list_and_commands_in_an_error_are_not_translated(z2a, copy, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/foo\n")))
     assert "reset, tokens, template, frame" in z2a("chat", "tiny", "--work", copy).err
-
-
-@pytest.mark.parametrize("words", ["runs extra", "generate --temperature hot"])
-def test_a_command_in_an_error_is_never_translated(words, z2a):
-    verb = words.split()[0]
-    assert f"`z2a {verb} --help`" in z2a(*words.split()).err
+    for words in ("runs extra", "generate --temperature hot"):
+        assert f"`z2a {words.split()[0]} --help`" in z2a(*words.split()).err

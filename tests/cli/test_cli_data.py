@@ -1,4 +1,4 @@
-"""`z2a pack` and `z2a data …` as a person types them."""
+"""`z2a corpus …`, `z2a pack` and `z2a data …` as a person types them."""
 
 from __future__ import annotations
 
@@ -10,45 +10,38 @@ from zero2all.cli import main
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
-
-
-@pytest.fixture(scope="module")
-def work(folder, raw):
+def work(tmp_path_factory, raw):
     """A packed workspace, made by the command line alone."""
+    work = tmp_path_factory.mktemp("data") / "work"
     for command in (
         f"corpus build tales={raw / 'en.jsonl'}:en --valid-share 0.1",
         "tokenizer train --vocab-size 300",
         "pack --best-fit 64,32 --workers 1",
     ):
-        assert main([*command.split(), "--work", str(folder / "work")]) == 0
-    return folder / "work"
+        assert main([*command.split(), "--work", str(work)]) == 0
+    return work
 
 
 def test_a_sample_is_shown_with_its_borders_and_its_raw_file(work, raw, z2a):
-    ended = z2a("data", "show", "--at", "3", "--data.seq_len", "256", "--work", work)
-    assert ended.code == 0, ended.err
-    assert ended.out.startswith("position 3 (stage main); source tales, channel en, train; sample ")
-    assert f"{raw / 'en.jsonl'}, item " in ended.out
-    assert "<|end_of_text|>" in ended.out
+    out = z2a.done("data", "show", "--at", "3", "--data.seq_len", "256", "--work", work)
+    assert out.startswith("position 3 (stage main); source tales, channel en, train; sample ")
+    assert f"{raw / 'en.jsonl'}, item " in out
+    assert "<|end_of_text|>" in out
     ended = z2a("data", "show", "--source", "tales", "--sample", "1", "--data.seq_len", "23", "--work", work)
     assert "sample 1 of" in ended.out, "a length that does not divide the tokens of a step will do"
     assert z2a("data", "show", "--work", work).code == 2
-    ended = z2a("data", "show", "--source", "nope", "--work", work)
-    assert ended.code == 2
-    assert "no packed source `nope`" in ended.err
-    assert "tales" in ended.err
-    assert "z2a pack" not in ended.err
+    said = z2a.refused(2, "data", "show", "--source", "nope", "--work", work)
+    assert "no packed source `nope`" in said
+    assert "tales" in said
+    assert "z2a pack" not in said
 
 
-def test_the_figures_are_printed_and_written(work, folder, z2a):
+def test_the_figures_are_printed_and_written(work, tmp_path, z2a):
     words = ("data", "stats", "--tokens", "4000", "--data.seq_len", "64", "--work", work)
-    ended = z2a(*words, "--json", folder / "stats.json")
-    assert ended.code == 0, ended.err
+    out = z2a.done(*words, "--json", tmp_path / "stats.json")
     for words in ("bytes/token", "best_fit 64", "best_fit 32", "concat 64", "epochs", "a run of 4.0k tokens"):
-        assert words in ended.out
-    assert json.loads((folder / "stats.json").read_text())["budget"]["tokens"] == 4000
+        assert words in out
+    assert json.loads((tmp_path / "stats.json").read_text())["budget"]["tokens"] == 4000
 
 
 def test_damage_is_named_with_exit_code_3(work, z2a):
@@ -62,14 +55,72 @@ def test_damage_is_named_with_exit_code_3(work, z2a):
     assert f"1. {path} has changed since it was written" in ended.err
 
 
-def test_data_goes_out_and_comes_in(work, folder, z2a):
-    ended = z2a("data", "export", "--to", "megatron", "--out", folder / "out", "--work", work)
-    assert ended.code == 0, ended.err
-    assert str(folder / "out/tales.train.idx") in ended.out
-    prefix = folder / "out/tales.train"
-    ended = z2a("data", "import", f"again={prefix}", "--from", "megatron", "--channel", "x", "--work", work)
-    assert ended.code == 0, ended.err
-    assert ended.out.startswith("again/train: ")
-    assert "channel x" in ended.out
+def test_data_goes_out_and_comes_in(work, tmp_path, z2a):
+    out = z2a.done("data", "export", "--to", "megatron", "--out", tmp_path / "out", "--work", work)
+    assert str(tmp_path / "out/tales.train.idx") in out
+    prefix = tmp_path / "out/tales.train"
+    out = z2a.done("data", "import", f"again={prefix}", "--from", "megatron", "--channel", "x", "--work", work)
+    assert out.startswith("again/train: ")
+    assert "channel x" in out
     assert z2a("data", "import", "again", "--from", "megatron", "--work", work).code == 2
-    assert z2a("data", "export", "nothing", "--to", "numpy", "--out", folder / "out", "--work", work).code == 2
+    assert z2a("data", "export", "nothing", "--to", "numpy", "--out", tmp_path / "out", "--work", work).code == 2
+
+
+# ---- corpus ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(raw, tmp_path_factory):
+    """A corpus with a title over two lines, a long text, and texts that rules drop."""
+    folder = tmp_path_factory.mktemp("corpus-words")
+    rows = [json.loads(line) for line in (raw / "en.jsonl").read_text(encoding="utf-8").splitlines()][:30]
+    rows[0] = {"title": "two\nlines \u202e", "text": rows[0]["text"]}
+    rows += [{"text": "Total 12345 67890 " * 60}, {"text": rows[1]["text"]}]
+    (folder / "own.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    source = f"own={folder / 'own.jsonl'}:en"
+    assert main(["corpus", "build", source, "--work", str(folder / "w"), "--valid-share", "0"]) == 0
+    return folder / "w"
+
+
+def test_show_cuts_texts_only_when_asked_or_on_a_terminal(corpus, z2a):
+    whole = z2a("corpus", "show", "own", "--count", "1", "--work", corpus).out
+    assert whole.startswith("══ own: training text {title}\\n{content}\n── gid 0  two")
+    assert " … (" not in whole
+    cut = z2a("corpus", "show", "own", "--count", "1", "--chars", "20", "--work", corpus).out
+    _, heading, text, *_ = cut.splitlines()
+    assert heading.isprintable(), "a title cannot break the line or command the terminal"
+    assert len(text.partition(" … (")[0]) == 20
+    assert "more characters; --chars" in text
+
+
+def test_show_dropped_prints_what_the_rule_measured_and_which_record_was_kept(corpus, z2a):
+    digits = z2a("corpus", "show", "--dropped", "digits", "--work", corpus).out
+    assert "══ own: 1 dropped by digits\n── gid 30, own.jsonl, byte " in digits
+    assert "characters, digit_share 0.6667, prose_share " in digits
+    assert " …\n" in digits
+    cut = z2a("corpus", "show", "--dropped", "digits", "--chars", "5", "--work", corpus).out
+    assert len(cut.splitlines()[2]) == len("12345 …")
+    copies = z2a("corpus", "show", "--dropped", "duplicate", "--work", corpus).out
+    assert "kept for it: gid 1\n" in copies
+    assert z2a("corpus", "show", "--dropped", "mojibake", "--work", corpus).out == "mojibake dropped nothing.\n"
+
+
+def test_show_dropped_says_so_when_nothing_was_dropped(raw, tmp_path, z2a):
+    plain = ("--options.rules", "none", "--dedup.near", "off")
+    z2a.done("corpus", "build", f"en={raw / 'en.jsonl'}:en", "--work", tmp_path, *plain)
+    assert z2a.done("corpus", "show", "--dropped", "--work", tmp_path) == "Nothing was dropped from en.\n"
+
+
+def test_show_finds_a_record_by_its_gid(corpus, z2a):
+    assert z2a.done("corpus", "show", "--gid", "1", "--work", corpus).startswith("── gid 1  own, train")
+    assert "No record with gid 30 was kept" in z2a.refused(2, "corpus", "show", "--gid", "30", "--work", corpus)
+
+
+def test_rules_are_listed_with_the_settings_of_the_channel(z2a):
+    out = z2a("corpus", "rules", "zh").out
+    assert "--clean.zh.digits.on false" in out
+    lines = out.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("  too_short "))
+    assert lines[place + 1].split() == ["min_chars", "10"]
+    assert any(line.startswith("  long_lines") and "(off)" in line for line in lines)
+    assert "\x1b" not in out

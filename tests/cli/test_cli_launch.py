@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -25,9 +26,8 @@ from zero2all.resilience.supervisor import FINAL_CODES
 
 def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_leaves_time_to_save(z2a, tmp_path):
     path = tmp_path / "job.sh"
-    ended = z2a("launch", "slurm", "quickstart", "--nodes", "2", "--out", str(path), "--data.mixture", "{en: 2, zh: 1}")
-    assert ended.code == 0, ended.err
-    assert f"sbatch {path}" in ended.out
+    words = ["launch", "slurm", "quickstart", "--nodes", "2", "--out", path, "--data.mixture", "{en: 2, zh: 1}"]
+    assert f"sbatch {path}" in z2a.done(*words)
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
     for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--requeue"):
@@ -74,9 +74,8 @@ def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp
 
 
 def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
-    ended = z2a("launch", "kubernetes", "quickstart", "--nodes", "3", "--gpus-per-node", "4", "--claim", "data")
-    assert ended.code == 0, ended.err
-    secret, job = yaml.safe_load_all(ended.out)
+    out = z2a.done("launch", "kubernetes", "quickstart", "--nodes", "3", "--gpus-per-node", "4", "--claim", "data")
+    secret, job = yaml.safe_load_all(out)
     assert (job["kind"], job["metadata"]["name"]) == ("JobSet", "z2a-quickstart")
     spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
@@ -85,17 +84,9 @@ def test_the_manifest_gives_each_pod_its_number_and_time_to_save(z2a):
     container = pod["containers"][0]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert container["command"][:4] == ["python", "-m", "zero2all", "train"]
-    meeting = [
-        "--nodes",
-        "3",
-        "--node-rank",
-        "$(NODE_RANK)",
-        "--rendezvous",
-        "z2a-quickstart-node-0-0.z2a-quickstart:29500",
-        "--rendezvous-bind",
-        "[$(POD_IP)]:29500",
-    ]
-    assert container["command"][-8:] == meeting
+    meeting = "z2a-quickstart-node-0-0.z2a-quickstart:29500 --rendezvous-bind [$(POD_IP)]:29500"
+    words = f"--nodes 3 --node-rank $(NODE_RANK) --rendezvous {meeting}"
+    assert container["command"][-8:] == words.split()
     given = {one["name"]: one["valueFrom"] for one in container["env"]}
     assert given["Z2A_SECRET"] == {"secretKeyRef": {"name": secret["metadata"]["name"], "key": "secret"}}
     assert (secret["kind"], len(secret["stringData"]["secret"])) == ("Secret", 43)
@@ -124,35 +115,35 @@ def test_no_code_that_would_come_again_is_tried_again_by_supervisor_slurm_or_kub
     assert (spec["maxFailedIndexes"], spec["backoffLimitPerIndex"]) == (2, 1000)
 
 
-def test_one_machine_gets_no_flags_of_several(z2a):
+def test_partition_account_a_file_name_with_a_blank_and_one_machine_without_the_flags_of_several(z2a, tmp_path):
+    path = tmp_path / "a job.sh"
+    words = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--out", path]
+    assert f"sbatch '{path}'" in z2a.done("launch", "slurm", "quickstart", *words)
+    assert "#SBATCH --partition=gpu\n#SBATCH --account=lab\n#SBATCH --nodes=2\n" in path.read_text()
     for kind in ("slurm", "kubernetes"):
-        text = z2a("launch", kind, "quickstart", "--nodes", "1").out
+        text = z2a.done("launch", kind, "quickstart", "--nodes", "1").replace("which is its --node-rank", "")
         assert "zero2all" in text
-        assert "--rendezvous" not in text
-        assert "Secret" not in text
-        assert "--node-rank" not in text.replace("which is its --node-rank", "")
+        assert [words for words in ("--rendezvous", "Secret", "--node-rank") if words in text] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("1:30", 90), ("1:00:00", 3600), ("2-12", 216000), ("1-0:1:1", 86461), ("UNLIMITED", math.inf)],
-)
-def test_a_time_limit_is_read_as_slurm_reads_it(text, seconds):
-    assert slurm_seconds(text) == seconds
+def test_a_time_limit_is_read_as_slurm_reads_it():
+    read = {"90": 5400, "1:30": 90, "1:00:00": 3600, "2-12": 216000, "1-0:1:1": 86461, "UNLIMITED": math.inf}
+    assert {text: slurm_seconds(text) for text in read} == read
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["slurm", "--time", "banana"], "--time is 'banana'. Expected a time limit as Slurm reads it"),
-        (["slurm", "--time", "5"], "--save-seconds is 300, and --time 5 is not longer"),
-        (["slurm", "--diloco.groups", "[a:1,b:1]"], "Start one job per group"),
+        ("slurm --nodes 2 --time banana", "--time is 'banana'. Expected a time limit as Slurm reads it"),
+        ("slurm --nodes 2 --time 5", "--save-seconds is 300, and --time 5 is not longer"),
+        ("slurm --nodes 2 --diloco.groups [a:1,b:1]", "Start one job per group"),
+        ("ssh --hosts a,a", "--hosts is 'a,a'. Expected two or more different hosts"),
+        ("ssh --hosts [fd00::1],[fd00::2]", "--hosts is '[fd00::1],[fd00::2]'. Expected two or more different"),
     ],
 )
 def test_a_job_that_could_not_run_is_refused(z2a, words, said):
-    ended = z2a("launch", words[0], "quickstart", "--nodes", "2", *words[1:])
-    assert ended.code == 2
-    assert said in ended.err
+    kind, *flags = words.split()
+    assert said in z2a.refused(2, "launch", kind, "quickstart", *flags)
 
 
 def test_a_secret_is_made_once_and_a_manifest_with_one_is_for_its_user_only(z2a, tmp_path):
@@ -164,13 +155,6 @@ def test_a_secret_is_made_once_and_a_manifest_with_one_is_for_its_user_only(z2a,
     assert (again.code, f"{path} cannot be made: File exists" in again.err) == (2, True)
     z2a("launch", "kubernetes", "quickstart", "--nodes", "2", "--out", str(job))
     assert job.stat().st_mode & 0o777 == 0o600
-
-
-def test_partition_account_and_a_file_name_with_a_blank(z2a, tmp_path):
-    path = tmp_path / "a job.sh"
-    words = ["--nodes", "2", "--partition", "gpu", "--account", "lab", "--out", str(path)]
-    assert f"sbatch '{path}'" in z2a("launch", "slurm", "quickstart", *words).out
-    assert "#SBATCH --partition=gpu\n#SBATCH --account=lab\n#SBATCH --nodes=2\n" in path.read_text()
 
 
 def test_what_the_pods_cannot_see_is_said(z2a, tmp_path):
@@ -196,20 +180,30 @@ def on_two(sshd: Sshd, folder: Path, *scripts: str) -> int:
     return run_on_hosts(hosts, str(folder), [*sshd.command, "-T", "-o", "BatchMode=yes"], SECRET)
 
 
+def once_there(folder: Path, pattern: str, count: int, act: Callable[[], object]) -> threading.Thread:
+    """Act when so many files of this name are there."""
+
+    def wait():
+        while len(list(folder.glob(pattern))) < count:
+            time.sleep(0.02)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
 def test_a_host_gets_the_secret_but_no_command_line_shows_it(sshd, tmp_path):
     waits = 'echo "$Z2A_SECRET" > got; until [ -e seen ]; do sleep 0.05; done; exit 0'
     shown = []
 
     def look():
-        while not (tmp_path / "got").exists():
-            time.sleep(0.02)
         shown.extend(" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
         (tmp_path / "seen").touch()
 
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
+    looking = once_there(tmp_path, "got", 1, look)
     assert on_two(sshd, tmp_path, waits, "exit 0") == 0
-    thread.join(30)
+    looking.join(30)
     assert (tmp_path / "got").read_text() == f"{SECRET}\n"
     assert any("until [ -e seen ]" in line for line in shown)
     assert not any(SECRET in line for line in shown)
@@ -226,33 +220,19 @@ def test_hosts_print_with_their_name_and_the_first_failure_is_the_end_of_all(ssh
 
 
 def test_ctrl_c_reaches_every_host(sshd, tmp_path):
-    def interrupt():
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    once_there(tmp_path, "ready-*", 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     wait = "trap 'exit 10' TERM; touch ready-{}; while :; do sleep 0.1; done"
     assert on_two(sshd, tmp_path, wait.format(0), wait.format(1)) == 10
 
 
 def test_a_far_command_ends_when_the_connection_is_lost(sshd, tmp_path):
+    ended = threading.Event()
+    once_there(tmp_path, "ended", 1, ended.set)
+
     def cut():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.02)
         next(child for child in psutil.Process().children() if child.name() == "ssh").kill()
 
-    threading.Thread(target=cut, daemon=True).start()
+    once_there(tmp_path, "ready", 1, cut)
     wait = "trap 'touch ended; exit 10' TERM; touch ready; while :; do sleep 0.1; done"
     assert on_two(sshd, tmp_path, wait, "exit 0") == 128 + signal.SIGKILL
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "ended").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_hosts_are_checked_before_anything_starts(z2a):
-    for hosts in ("a,a", "a b,c", "[fd00::1],[fd00::2]"):
-        ended = z2a("launch", "ssh", "quickstart", "--hosts", hosts)
-        assert ended.code == 2
-        assert f"--hosts is '{hosts}'. Expected two or more different hosts" in ended.err
+    assert ended.wait(120)

@@ -17,12 +17,11 @@ from zero2all.common.workspace import open_workspace
 
 def test_a_folder_without_a_workspace_leads_to_the_quickstart(z2a, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ended = z2a()
-    assert ended.code == 0
-    assert ended.out == z2a("help").out
-    assert "There is no workspace here yet. Next:\n  z2a quickstart\n" in ended.out
-    assert len(ended.out.splitlines()) <= 24
-    assert max(map(len, ended.out.splitlines())) <= 80
+    out = z2a.done()
+    assert out == z2a("help").out
+    assert "There is no workspace here yet. Next:\n  z2a quickstart\n" in out
+    assert len(out.splitlines()) <= 24
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_a_finished_run_leads_to_eval_chat_and_board_and_they_need_no_name(z2a, journey, monkeypatch):
@@ -52,28 +51,27 @@ def test_each_missing_stage_is_the_next_command(z2a, copy, monkeypatch):
         assert f"\n  {command}\n" in z2a().out
 
 
-def run(state: str, name: str = "a", seconds_ago: float = 1.0) -> Run:
-    return Run(name, state, 3, 9, 1.0, None, seconds_ago, "")
-
-
 @pytest.mark.parametrize(
     ("runs", "first"),
     [
-        ([run("stopped")], "z2a train w/runs/a/config.yaml --work w"),
-        ([run("crashed")], "z2a train w/runs/a/config.yaml --work w"),
-        ([run("running")], "z2a watch --work w"),
-        ([run("finished", seconds_ago=9.0), run("running", "my run")], "z2a watch 'my run' --work w"),
+        (["stopped"], "z2a train w/runs/a/config.yaml --work w"),
+        (["crashed"], "z2a train w/runs/a/config.yaml --work w"),
+        (["running"], "z2a watch --work w"),
+        (["finished", "running"], "z2a watch 'my run' --work w"),
     ],
 )
 def test_the_newest_run_decides_what_comes_next(runs, first):
-    assert next_commands(Path("w"), " --work w", ["corpus", "tokenizer", "packed"], runs)[0] == first
+    names, ages = ("a", "my run"), (9.0, 1.0)
+    given = [Run(name, state, 3, 9, 1.0, None, age, "") for state, name, age in zip(runs, names, ages, strict=False)]
+    assert next_commands(Path("w"), " --work w", ["corpus", "tokenizer", "packed"], given)[0] == first
 
 
-def test_every_verb_of_the_journey_exists(z2a):
+def test_every_verb_of_the_journey_exists_and_help_of_a_verb_is_its_help(z2a):
     for line in JOURNEY.splitlines():
         if line.startswith("  z2a "):
             for command in line[2:23].split(", "):
-                assert z2a(*command.split()[1:], "--help").code == 0
+                z2a.done(*command.split()[1:], "--help")
+    assert z2a.done("help", "corpus", "build") == z2a.done("corpus", "build", "--help")
 
 
 def test_the_guide_shows_what_is_printed(z2a, tmp_path, monkeypatch):
@@ -85,10 +83,6 @@ def test_the_guide_shows_what_is_printed(z2a, tmp_path, monkeypatch):
     for words in checked:
         ended = z2a(*words.split())
         assert (ended.out + ended.err).rstrip("\n") == shown[words]
-
-
-def test_help_of_a_verb_is_its_help(z2a):
-    assert z2a("help", "corpus", "build").out == z2a("corpus", "build", "--help").out
 
 
 # ---- z2a runs ---------------------------------------------------------------------------------------------------
@@ -128,64 +122,39 @@ def test_a_run_says_whether_it_was_stopped_or_killed_or_has_not_begun(z2a, copy)
     assert "killed: Process 4194303 has ended without closing the run." in out
 
 
-def test_an_empty_workspace_has_no_runs(z2a, tmp_path):
-    open_workspace(tmp_path, create=True)
-    assert z2a("runs", "--work", tmp_path).out.startswith("There are no runs in ")
-
-
 # ---- the run may be left out ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["watch", "--once"],
-        ["inspect", "1"],
-        ["--work", "W", "inspect", "2", "--json"],
-        ["generate", "--prompt", "ka", "--max-new-tokens", "2"],
-        ["track", "export", "--to", "csv", "F.csv"],
-        ["anneal", "--steps", "5"],
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_the_one_run_of_a_workspace_needs_no_name(words, z2a, copy, tmp_path, monkeypatch):
+def test_the_one_run_of_a_workspace_needs_no_name(z2a, copy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("Z2A_WORK", str(copy))
-    ended = z2a(*[word for word in words if word not in ("--work", "W")])
-    assert ended.code == 0, ended.err
+    generate = "generate --prompt ka --max-new-tokens 2"
+    for words in ("watch --once", "inspect 2 --json", generate, "track export --to csv F.csv", "anneal --steps 5"):
+        z2a.done(*words.split())
 
 
-@pytest.mark.parametrize("words", ["inspect --work W tiny 1", "inspect tiny --work W 1", "watch --work W tiny --once"])
-def test_the_run_may_stand_before_and_behind_flags(words, z2a, journey):
-    assert z2a(*words.replace("W", str(journey)).split()).code == 0
+def test_the_run_may_stand_before_and_behind_flags(z2a, journey):
+    for words in ("inspect --work W tiny 1", "inspect tiny --work W 1", "watch --work W tiny --once"):
+        z2a.done(*words.replace("W", str(journey)).split())
 
 
-@pytest.mark.parametrize("verb", ["eval W", "watch W", "export W --out x", "chat W", "perf explain W", "train W"])
-def test_a_workspace_in_the_place_of_a_run_is_named_as_one(verb, z2a, journey):
-    ended = z2a(*verb.replace("W", str(journey)).split())
-    assert ended.code == 3
-    assert f"{journey} is a workspace. Name a" in ended.err
-    assert f"--work {journey}." in ended.err
-
-
-def test_chat_without_its_workspace_names_those_there_are(z2a, journey, monkeypatch):
-    monkeypatch.chdir(journey.parent)
-    assert "it holds some: work. Add --work work" in z2a("chat", "nosuch").err
+def test_a_workspace_in_the_place_of_a_run_is_named_as_one(z2a, journey):
+    for words in ("eval W", "watch W", "export W --out x", "chat W", "perf explain W", "train W"):
+        said = z2a.refused(3, *words.replace("W", str(journey)).split())
+        assert f"{journey} is a workspace. Name a" in said
+        assert f"--work {journey}." in said
 
 
 def test_among_several_runs_one_has_to_be_named(z2a, copy):
     shutil.copytree(copy / "runs/tiny", copy / "runs/other")
-    ended = z2a("watch", "--once", "--work", copy)
-    assert ended.code == 2
-    assert "has 2 runs. Name the one you mean: other, tiny." in ended.err
+    assert "has 2 runs. Name the one you mean: other, tiny." in z2a.refused(2, "watch", "--once", "--work", copy)
     assert z2a("watch", "other", "--once", "--work", copy).code == 0
 
 
 def test_a_workspace_without_runs_says_how_to_get_one(z2a, tmp_path):
     open_workspace(tmp_path, create=True)
-    ended = z2a("eval", "--work", tmp_path)
-    assert ended.code == 2
-    assert "has no runs yet: train one with `z2a train`." in ended.err
+    assert z2a.done("runs", "--work", tmp_path).startswith("There are no runs in ")
+    assert "has no runs yet: train one with `z2a train`." in z2a.refused(2, "eval", "--work", tmp_path)
 
 
 # ---- the workspace of the environment ---------------------------------------------------------------------------
@@ -200,29 +169,19 @@ def test_the_flag_wins_over_the_environment(z2a, journey, tmp_path, monkeypatch)
 
 def test_a_folder_that_holds_workspaces_names_them(z2a, journey, monkeypatch):
     monkeypatch.chdir(journey.parent)
-    ended = z2a("runs")
-    assert ended.code == 2
-    assert "it holds some: work. Add --work work or set Z2A_WORK." in ended.err
+    assert "it holds some: work. Add --work work or set Z2A_WORK." in z2a.refused(2, "runs")
+    assert "it holds some: work. Add --work work" in z2a("chat", "nosuch").err
+    assert "`z2a runs` takes no argument `work`. Did you mean `--work work`?" in z2a.refused(2, "runs", "work")
 
 
-def test_below_a_workspace_the_command_works_in_it(z2a, journey, monkeypatch):
+def test_below_a_workspace_the_command_works_in_it_and_above_several_in_the_newest(z2a, journey, tmp_path, monkeypatch):
     for folder in ("runs", "runs/tiny"):
         monkeypatch.chdir(journey / folder)
         assert f"Workspace {journey}: corpus, tokenizer, packed." in z2a().out
         assert "Next:\n  z2a eval\n" in z2a().out
         assert "tiny" in z2a("runs").out
-
-
-def test_all_workspaces_of_a_folder_are_named(z2a, tmp_path, monkeypatch):
     for name in ("first", "second"):
         open_workspace(tmp_path / name, create=True)
     os.utime(tmp_path / "first", (1, 1))
     monkeypatch.chdir(tmp_path)
     assert "This folder holds 2 workspaces: second, first. The newest:\nWorkspace " in z2a().out
-
-
-def test_a_workspace_where_none_is_taken_leads_to_the_flag(z2a, journey, monkeypatch):
-    monkeypatch.chdir(journey.parent)
-    ended = z2a("runs", "work")
-    assert ended.code == 2
-    assert "`z2a runs` takes no argument `work`. Did you mean `--work work`?" in ended.err

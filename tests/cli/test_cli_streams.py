@@ -1,7 +1,8 @@
-"""Commands whose output nobody reads, or that were started without any output at all."""
+"""Output that nobody reads or that is closed; narrow terminals, and those without colour or Unicode."""
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,18 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from zero2all.cli.overview import HELP, JOURNEY
+from zero2all.cli.table import print_table
+from zero2all.cli.terminal import fitted, wrapped
 from zero2all.common import progress
 
-
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_command_works_with_its_streams_closed(tmp_path, closed):
-    command = f'"{sys.executable}" -m zero2all corpus rules en {closed}'
-    finished = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
-    assert finished.returncode == 0, finished.stderr.decode()
+UNREAD = "| true; exit ${PIPESTATUS[0]}"
 
 
-def test_a_table_that_nobody_reads_is_no_error(tmp_path):
-    command = f'"{sys.executable}" -m zero2all corpus rules en | true; exit ${{PIPESTATUS[0]}}'
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", UNREAD])
+def test_a_command_works_with_its_streams_closed_or_read_by_nobody(tmp_path, streams):
+    command = f'"{sys.executable}" -m zero2all corpus rules en {streams}'
     finished = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
     assert (finished.returncode, finished.stderr) == (0, b"")
 
@@ -28,7 +28,7 @@ def test_a_table_that_nobody_reads_is_no_error(tmp_path):
 def test_work_goes_on_when_nobody_reads_its_output(tmp_path):
     script = "from zero2all.cli.main import outlive_readers; outlive_readers(); print('x' * 10**6, flush=True); "
     script += f"open({str(tmp_path / 'made')!r}, 'w').write('whole')"
-    command = f'"{sys.executable}" -c "{script}" 2>&1 | true; exit ${{PIPESTATUS[0]}}'
+    command = f'"{sys.executable}" -c "{script}" 2>&1 {UNREAD}'
     finished = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert (finished.returncode, finished.stdout) == (0, b"")
     assert (tmp_path / "made").read_text() == "whole"
@@ -64,13 +64,20 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+MODULE, INSTALLED = ["-m", "zero2all"], [str(Path(sys.executable).with_name("z2a"))]
+
+
 @pytest.mark.parametrize(
-    "program", [["-m", "zero2all"], [str(Path(sys.executable).with_name("z2a"))]], ids=["-m", "z2a"]
+    ("program", "module"),
+    [(MODULE, "cli.main"), (MODULE, "common.language"), (MODULE, "cli.corpus"), (INSTALLED, "cli.main")],
 )
-@pytest.mark.parametrize("module", ["zero2all.cli.main", "zero2all.common.language", "zero2all.cli.corpus"])
 def test_ctrl_c_while_the_program_loads_leaves_no_traceback(tmp_path, program, module):
     (tmp_path / "sitecustomize.py").write_text(CTRL_C_AT_AN_IMPORT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "CTRL_C_AT": module}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "CTRL_C_AT": f"zero2all.{module}",
+    }
     finished = subprocess.run(
         [sys.executable, *program, "corpus", "rules", "en"],
         env=environment,
@@ -79,3 +86,85 @@ def test_ctrl_c_while_the_program_loads_leaves_no_traceback(tmp_path, program, m
     )
     assert finished.returncode in (-signal.SIGINT, 130)
     assert (b"Traceback" in finished.stderr, finished.stdout) == (False, b"")
+
+
+# ---- terminals -------------------------------------------------------------------------------------------------
+
+FIGURES = [["source", "records in", "kept", "share"], ["my-news", "1,234,567", "1,234,500", "99.99%"]]
+
+
+def test_lines_are_broken_between_words_and_never_inside_a_command():
+    text = "The rule dropped 1,234 records; see them with z2a corpus show --work my-workspace --dropped digits"
+    lines = wrapped(text, 30)
+    assert "z2a corpus show --work my-workspace --dropped digits" in lines
+    assert all(len(line) <= 30 for line in lines if "z2a" not in line)
+    assert " ".join(lines) == text
+
+
+def test_chinese_is_broken_between_characters_and_counts_two_columns():
+    lines = wrapped("词元的个数，默认为 64000，在一行里写不下的时候会换行。", 20)
+    assert "".join(lines).replace(" ", "") == "词元的个数，默认为64000，在一行里写不下的时候会换行。"
+    assert len(lines) > 1
+    assert not any(line.startswith(("，", "。")) for line in lines)
+    assert any("64000" in line for line in lines)
+
+
+def test_the_overview_and_errors_fit_a_narrow_terminal():
+    error = "z2a: The config my.yaml has 1 problem:\n  1. train.steps: got 1,234,567, expected a smaller number here."
+    lines = fitted(f"{JOURNEY}\n{HELP}\n{error}", 40).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "  z2a tokenizer train" in "\n".join(lines)
+    assert "  z2a corpus build\n      clean raw files, drop duplicates,\n      hold out text\n" in "\n".join(lines)
+    assert any("1,234,567" in line for line in lines)
+    assert fitted(JOURNEY, 80) == JOURNEY
+    command = "  z2a corpus build NAME=PATH --work my-workspace --workers 2"
+    assert fitted(command, 40) == command
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60, 100])
+def test_a_table_never_breaks_a_figure_or_a_name(columns, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "dumb")
+    print_table(FIGURES, "corpus")
+    out = capsys.readouterr().out
+    for word in ("my-news", "1,234,567", "1,234,500", "99.99%"):
+        assert word in out
+    assert max(map(len, out.splitlines())) <= columns
+    assert "\x1b" not in out
+
+
+def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "Z2A"))}
+    command = [sys.executable, "-m", "zero2all", *words]
+    return subprocess.run(command, capture_output=True, text=True, env={**kept, **environment})
+
+
+def test_an_encoding_without_unicode_gets_plain_characters(journey: Path):
+    plain = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = run(["runs", "--work", str(journey)], **plain)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"tiny *\| finished *\| +4\| +4\|", done.stdout)
+    assert done.stdout.isascii()
+    done = run(["corpus", "show", "zh", "--count", "1", "--work", str(journey)], **plain)
+    assert done.stdout.startswith("== zh: training text ")
+    assert "\n-- gid " in done.stdout
+    assert "\\u" in done.stdout, "Chinese is written as escapes, and nothing is lost"
+
+
+def test_an_encoding_without_chinese_gets_english():
+    for words, environment in (([], {"LANG": "zh_CN.UTF-8"}), (["--lang", "zh"], {})):
+        done = run(words, PYTHONIOENCODING="ascii", **environment)
+        assert done.stdout.startswith("From raw text to a language model of your own.")
+        assert "\\u" not in done.stdout
+
+
+def test_help_in_a_narrow_terminal_breaks_no_flag_and_no_command(z2a, monkeypatch):
+    for words in ([], ["--help"], ["train", "--help"], ["corpus", "build", "--help"]):
+        monkeypatch.setenv("COLUMNS", "40")
+        narrow = z2a.done(*words)
+        monkeypatch.setenv("COLUMNS", "200")
+        whole = z2a.done(*words)
+        flag = r"--[a-z][a-z.-]+[a-z]"
+        assert set(re.findall(flag, whole)) <= set(re.findall(flag, narrow))
+        assert set(re.findall(r"^  z2a .*$", whole, re.MULTILINE)) <= set(narrow.splitlines())

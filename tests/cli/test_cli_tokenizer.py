@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import re
+import shutil
 
 import pytest
 
-from tests.processes import Z2A
 from zero2all.common.files import read_json
 from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.lab.candidates import held_out_text
 from zero2all.tokenizer.stage import readable
-from zero2all.tokenizer.train import SCRATCH_MARK
 
 SYLLABLES = ["ka", "lo", "mi", "ter", "vun", "es", "or", "pi", "shan", "dre", "天地", "玄黄", "宇宙", "洪荒"]
 
@@ -42,105 +38,57 @@ def work(text, tmp_path_factory):
 
 def test_train_on_text_files_needs_no_corpus_and_does_nothing_twice(work, text, z2a):
     made = (work / "tokenizer/manifest.json").stat().st_mtime_ns
-    ended = z2a("tokenizer", "train", "--work", work, "--text", text, "--vocab-size", "340", "--threads", "1")
-    assert ended.code == 0
-    assert ended.out.startswith(f"{work / 'tokenizer'}: bpe, 340 token ids from 46.3 KB of text, fingerprint ")
+    out = z2a.done("tokenizer", "train", "--work", work, "--text", text, "--vocab-size", "340", "--threads", "1")
+    assert out.startswith(f"{work / 'tokenizer'}: bpe, 340 token ids from 46.3 KB of text, fingerprint ")
     assert (work / "tokenizer/manifest.json").stat().st_mtime_ns == made
 
 
-def test_another_kind_is_a_flag_away_and_one_that_is_gone_is_answered(text, z2a, tmp_path):
+def test_another_kind_is_a_flag_away_and_what_follows_from_normalisation_is_said(text, z2a, tmp_path):
     words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "360", "--kind"]
-    ended = z2a(*words, "hf-bbpe")
+    ended = z2a(*words, "hf-bbpe", "--normalise", "nfkc")
     assert ended.code == 0, ended.err
     assert ": hf-bbpe, 360 token ids" in ended.out
-    ended = z2a(*words, "sentencepiece")
-    assert ended.code == 2
-    assert "`z2a tokenizer import FILE.model`" in ended.err
+    assert "NFKC loses distinctions" in ended.err
+    assert "nfkc: NFKC loses" in z2a.done("tokenizer", "show", "--work", tmp_path)
+    assert "`z2a tokenizer import FILE.model`" in z2a.refused(2, *words, "sentencepiece")
+    absent = z2a.refused(3, "tokenizer", "train", "--work", tmp_path, "--text", tmp_path / "absent.txt")
+    assert "absent.txt does not exist" in absent
 
 
 def test_every_field_of_the_section_can_be_set(text, z2a, tmp_path):
     words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--kind", "hf-bbpe"]
-    ended = z2a(*words, "--tokenizer.specials.reserved", "2", "--tokenizer.specials.extra", "['<|tool|>']")
-    assert ended.code == 0, ended.err
+    z2a.done(*words, "--tokenizer.specials.reserved", "2", "--tokenizer.specials.extra", "['<|tool|>']")
     assert list(load_tokenizer(tmp_path / "tokenizer").control)[-2:] == ["<|reserved_1|>", "<|tool|>"]
-    ended = z2a(*words, "--tokenizer.specials.extra", "['<|pad|>', '<|tool']", "--max-memory", "lots")
-    assert ended.code == 2
-    assert "specials.extra[0]" in ended.err
-    assert "tokenizer.max_memory: got 'lots', expected an amount such as 4GB" in ended.err
-    ended = z2a(*words, "--optim.lr_max", "1")
-    assert ended.code == 2
-    assert "reads the config's tokenizer section only, not `optim`" in ended.err
-
-
-def test_consequences_of_normalisation_are_said(text, z2a, tmp_path):
-    words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--kind", "hf-bbpe"]
-    assert "NFKC loses distinctions" in z2a(*words, "--normalise", "nfkc").err
-    assert "nfkc: NFKC loses" in z2a("tokenizer", "show", "--work", tmp_path).out
+    said = z2a.refused(2, *words, "--tokenizer.specials.extra", "['<|pad|>', '<|tool']", "--max-memory", "lots")
+    assert "specials.extra[0]" in said
+    assert "tokenizer.max_memory: got 'lots', expected an amount such as 4GB" in said
+    assert "reads the config's tokenizer section only, not `optim`" in z2a.refused(2, *words, "--optim.lr_max", "1")
 
 
 def test_bad_bytes_nul_and_control_strings_are_repaired_and_counted(text, z2a, tmp_path):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(text.read_bytes() + b"\nNUL \0 and \xff\xfe bytes <|end_of_text|> <|pad|>\n")
-    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", bad, "--vocab-size", "340")
-    assert ended.code == 0, ended.err
-    assert "repaired: 1 document with invalid UTF-8" in ended.out
-    assert "removed from the text: 2 strings that spell a control token" in ended.out
+    out = z2a.done("tokenizer", "train", "--work", tmp_path, "--text", bad, "--vocab-size", "340")
+    assert "repaired: 1 document with invalid UTF-8" in out
+    assert "removed from the text: 2 strings that spell a control token" in out
 
 
 def test_a_memory_limit_that_cannot_hold_the_work_is_refused(text, z2a, tmp_path):
-    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--max-memory", "1MB")
-    assert ended.code in (2, 3)
-    assert "Traceback" not in ended.err
-    assert "memory" in ended.err
-    words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--kind", "hf-bbpe"]
-    ended = z2a(*words, "--max-memory", "10MB")
-    assert ended.code == 3
-    assert "may need up to" in ended.err
-    assert z2a(*words, "--max-memory", "10MB", "--ignore-memory").code == 0
-
-
-def test_text_files_that_are_not_there_or_are_empty_end_with_3(z2a, tmp_path):
-    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", tmp_path / "absent.txt")
-    assert ended.code == 3
-    assert "absent.txt does not exist" in ended.err
-    (tmp_path / "empty.txt").write_text("")
-    ended = z2a("tokenizer", "train", "--work", tmp_path, "--text", tmp_path / "empty.txt")
-    assert ended.code == 3
-    assert "no text to train a tokenizer on" in ended.err
-
-
-def test_interrupted_training_goes_on_and_leaves_nothing_behind(tmp_path, text, z2a):
-    path = tmp_path / "long.txt"
-    path.write_bytes(text.read_bytes() * 400)
-    words = ["tokenizer", "train", "--work", str(tmp_path / "w"), "--text", str(path), "--vocab-size", "340"]
-    scratch = f"any(Path({str(tmp_path / 'w')!r}).glob('tokenizer{SCRATCH_MARK}*'))"
-    code = "import signal; from pathlib import Path; from tests.moments import signal_when; "
-    code += f"signal_when(lambda: {scratch}, signal.SIGINT); {Z2A}"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *words],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    _, said = process.communicate(timeout=180)
-    assert process.returncode in (130, -signal.SIGINT), said  # a shell shows 130 for both
-    assert "run the same command again to continue" in said
-    assert not (tmp_path / "w/tokenizer").exists()
-    assert z2a(*words).code == 0
-    assert sorted(path.name for path in (tmp_path / "w").iterdir()) == ["tokenizer", "workspace.json"]
+    words = ["tokenizer", "train", "--work", tmp_path, "--text", text, "--vocab-size", "340", "--max-memory"]
+    assert "memory" in z2a(*words, "1MB").err
+    assert "may need up to" in z2a.refused(3, *words, "10MB", "--kind", "hf-bbpe")
+    z2a.done(*words, "10MB", "--kind", "hf-bbpe", "--ignore-memory")
 
 
 # ---- extend, show ---------------------------------------------------------------------------------------------
 
 
 def test_extend_writes_a_larger_tokenizer_and_says_what_to_do_next(work, text, z2a, tmp_path):
-    ended = z2a("tokenizer", "extend", "--work", work, "--pieces", r"\squantum", "量子", "--out", tmp_path / "new")
-    assert ended.code == 0, ended.err
+    out = z2a.done("tokenizer", "extend", "--work", work, "--pieces", r"\squantum", "量子", "--out", tmp_path / "new")
     new = load_tokenizer(tmp_path / "new")
     assert [len(new.encode_text(piece)) for piece in (" quantum", "量子")] == [1, 1]
-    assert "340 ids before" in ended.out
-    assert f"z2a import FOLDER --tokenizer {tmp_path / 'new'} --resize-embeddings" in ended.out
+    assert "340 ids before" in out
+    assert f"z2a import FOLDER --tokenizer {tmp_path / 'new'} --resize-embeddings" in out
     field = tmp_path / "field.txt"
     field.write_text("quantum entanglement " * 50)
     words = ["tokenizer", "extend", "--tokenizer", tmp_path / "new", "--from-text", field]
@@ -149,15 +97,12 @@ def test_extend_writes_a_larger_tokenizer_and_says_what_to_do_next(work, text, z
 
 
 def test_extend_does_not_replace_what_data_and_runs_were_made_with(work, z2a, tmp_path):
-    import shutil
-
     copy = shutil.copytree(work, tmp_path / "copy")
     (copy / "packed").mkdir()
     words = ["tokenizer", "extend", "--work", copy, "--pieces", "量子"]
-    ended = z2a(*words)
-    assert ended.code == 2
-    assert "packed in" in ended.err
-    assert "--out, or add --replace" in ended.err
+    said = z2a.refused(2, *words)
+    assert "packed in" in said
+    assert "--out, or add --replace" in said
     assert z2a(*words, "--replace").code == 0
     assert load_tokenizer(copy / "tokenizer").vocab_size > 340
     assert z2a("tokenizer", "extend", "--work", copy).code == 2
@@ -202,18 +147,14 @@ def test_encode_reads_the_line_a_file_or_a_pipe(work, z2a, tmp_path, monkeypatch
     assert z2a("tokenizer", "encode", "--work", work, "--file", tmp_path / "absent").code == 3
 
 
-def test_pieces_are_shown_on_one_line_and_bytes_with_one_backslash():
+def test_pieces_are_shown_on_one_line_and_bytes_with_one_backslash(work, z2a):
     shown = [readable(piece) for piece in (b"\xc3", " 天".encode(), b"\n\n", b"\x1b")]
     assert shown == [r"\xc3", " 天", r"\n\n", r"\x1b"]
-
-
-def test_encode_in_colour_shows_the_same_text(work, z2a):
-    import re
-
-    out = z2a("tokenizer", "encode", "--work", work, "the 天地 cat", "--colour").out
+    out = z2a.done("tokenizer", "encode", "--work", work, "the 天地 cat", "--colour")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out)
     assert plain.splitlines()[0] == "the 天地 cat"
     assert out.count("\x1b[30;") == int(plain.splitlines()[1].split()[0])
+    assert "\x1b" not in z2a.done("tokenizer", "encode", "--work", work, "the")
 
 
 def test_decode_reads_ids_from_the_line_a_file_or_a_pipe(work, z2a, tmp_path, monkeypatch):
@@ -225,12 +166,32 @@ def test_decode_reads_ids_from_the_line_a_file_or_a_pipe(work, z2a, tmp_path, mo
     shown = z2a("tokenizer", "decode", "--work", work, "--json").out
     assert json.loads(shown) == {"text": "<|end_of_text|>the cat 天"}
     piped(monkeypatch, b"one two")
-    ended = z2a("tokenizer", "decode", "--work", work)
-    assert ended.code == 2
-    assert "`one` is not a token id" in ended.err
+    assert "`one` is not a token id" in z2a.refused(2, "tokenizer", "decode", "--work", work)
 
 
 def test_any_folder_can_be_looked_at_without_a_workspace(work, z2a, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert z2a("tokenizer", "encode", "--tokenizer", work / "tokenizer", "the cat").code == 0
     assert z2a("tokenizer", "show", "--tokenizer", tmp_path).code == 3
+
+
+# ---- eval -----------------------------------------------------------------------------------------------------
+
+
+def test_eval_prints_tables_and_writes_json(trained_workspace, tmp_path, z2a):
+    words = ["tokenizer", "eval", "--work", trained_workspace.root, "--json", tmp_path / "eval.json"]
+    shown = z2a.done(*words, "--against", trained_workspace.tokenizer, "--limit", "1MB")
+    assert "zh bytes/token" in shown
+    assert "Junk pieces" in shown
+    assert set(json.loads((tmp_path / "eval.json").read_text())["text"]["channels"]) == {"zh", "en"}
+    said = z2a.refused(2, "tokenizer", "eval", "--work", trained_workspace.root, "--limit", "much")
+    assert "--limit is 'much'; expected an amount of text such as 20MB" in said
+
+
+def test_held_out_text_takes_from_every_source_up_to_its_share(trained_workspace):
+    whole = held_out_text(trained_workspace.corpus, "valid", 10_000_000)
+    assert set(whole.channels) == {"zh", "en"}
+    little = held_out_text(trained_workspace.corpus, "valid", 2000)
+    for channel, texts in little.channels.items():
+        assert texts == whole.channels[channel][: len(texts)]
+        assert len(texts) == 1 or sum(len(text.encode()) for text in texts) <= 1000

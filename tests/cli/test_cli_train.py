@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -15,13 +14,14 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.processes import LONG_SECONDS
 from zero2all.cli import main
 from zero2all.common.lock import STALE_SECONDS
 from zero2all.config import load_config
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 
-LONG_SECONDS = 600.0
+HUGE = ("--model.hidden_size", str(1 << 20), "--model.heads", "1024", "--model.kv_heads", "1024")
 
 
 def wait_until(condition):
@@ -39,85 +39,63 @@ def rates(run):
 
 
 def test_print_schedule_shows_where_the_rate_turns_and_starts_nothing(z2a):
-    ended = z2a("train", "quickstart", "--print-schedule", "--schedule.kind", "wsd", "--train.steps", "1000")
-    assert ended.code == 0
-    lines = ended.out.splitlines()
+    out = z2a.done("train", "quickstart", "--print-schedule", "--schedule.kind", "wsd", "--train.steps", "1000")
+    lines = out.splitlines()
     assert [line.split("  ")[-1] for line in lines] == ["warmup", "stable", "decay (1-sqrt)", "last step"]
     assert f"lr {load_config('quickstart', []).optim.lr_max:.3e}" in lines[1]
 
 
+RULES = ("--optim.kind", "muon", "--optim.lr_max", "null", "--optim.weight_decay", "null", "--optim.beta2", "null")
+
+
 def test_a_run_that_goes_on_keeps_what_rules_gave_it_when_it_began(copy, tiny, z2a):
-    rules = ("--optim.kind", "muon", "--optim.lr_max", "null", "--optim.weight_decay", "null", "--optim.beta2", "null")
-    words = ("train", "quickstart", *tiny, *rules, "--train.name", "ruled", "--work", copy)
-    ended = z2a(*words)
-    assert ended.code == 0, ended.err
-    assert "z2a: values from rules: optim.lr_max 0.00125, optim.lr_multipliers, optim.weight_decay 40.0" in ended.err
-    began = load_config(copy / "runs/ruled")
-    ended = z2a(*words, "--train.steps", "8")
-    assert ended.code == 2
-    assert "  - train.steps: 4 -> 8\nUse --accept-changes" in ended.err, "nothing else has changed"
-    ended = z2a(*words, "--train.steps", "8", "--accept-changes", "--optim.beta1", "0.7")
-    assert ended.code == 0, ended.err
-    assert "values from rules" not in ended.err
-    longer = load_config(copy / "runs/ruled")
-    assert (longer.train.steps, longer.optim) == (8, dataclasses.replace(began.optim, beta1=0.7))
-    ended = z2a(*words, "--train.steps", "8", "--fresh")
-    assert ended.code == 0
-    assert "values from rules: optim.lr_max" in ended.err
+    """A run of AdamW whose config says that it began with Muon and the values of its rules."""
+    words = ("train", "quickstart", *tiny, *RULES, "--work", copy)
+    path = copy / "runs/tiny/config.yaml"
+    began = yaml.safe_load(z2a.done(*words, "--print-config"))["optim"]
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "optim": began}))
+    said = z2a.refused(2, *words, "--train.steps", "8")
+    assert "  - train.steps: 4 -> 8\nUse --accept-changes" in said, "nothing else has changed"
+    assert "values from rules" not in said
+    said = z2a.refused(4, *words, *HUGE, "--train.name", "new")
+    assert "z2a: values from rules: optim.lr_max 0.00125, optim.lr_multipliers, optim.weight_decay 40.0" in said
 
 
 def test_a_secret_that_cannot_be_used_is_refused_before_anything_starts(copy, tiny, z2a, tmp_path, monkeypatch):
     words = ("train", "quickstart", *tiny, "--work", copy, "--nodes", "2", "--node-rank", "1", "--rendezvous", "a:1")
-    ended = z2a(*words, "--secret-file", tmp_path / "none")
-    assert ended.code == 2
-    assert "cannot be read from" in ended.err
-    assert "z2a launch secret z2a.secret" in ended.err
+    said = z2a.refused(2, *words, "--secret-file", tmp_path / "none")
+    assert "cannot be read from" in said
+    assert "z2a launch secret z2a.secret" in said
     monkeypatch.setenv("Z2A_SECRET", "short")
-    ended = z2a(*words)
-    assert ended.code == 2
-    assert "Z2A_SECRET holds 5 bytes. A secret has 16 to 4096." in ended.err
+    assert "Z2A_SECRET holds 5 bytes. A secret has 16 to 4096." in z2a.refused(2, *words)
 
 
-def test_a_dry_run_shows_the_data_learns_a_batch_and_leaves_no_trace(copy, tiny, z2a):
-    changes = ("--train.name", "dry", "--optim.lr_max", "0.1")
-    ended = z2a("train", "quickstart", *tiny, *changes, "--dry-run", "--work", copy)
-    assert ended.code == 0, ended.err
-    assert "data: row 0 (" in ended.out
-    assert "memory: about" in ended.out
-    assert "dry run: the loss of one batch fell from" in ended.out
-    assert not (copy / "runs/dry").exists()
-
-
-def test_a_dry_run_describes_the_data_of_the_whole_run_and_holds_to_its_limits(copy, tiny, z2a):
+def test_a_dry_run_describes_the_data_of_the_whole_run_learns_a_batch_and_leaves_no_trace(copy, tiny, z2a):
     words = ("train", "quickstart", *tiny, "--train.name", "dry", "--dry-run", "--work", copy)
-    ended = z2a(*words)
-    assert ended.out.count("epochs over the whole run") == 1
-    assert "epochs over the whole run (512 tokens)" in ended.out
-    ended = z2a(*words, "--train.steps", "4000000", "--data.max_epochs", "{zh: 2}")
-    assert ended.code == 2
-    assert "more often than data.max_epochs allows" in ended.err
+    out = z2a.done(*words, "--optim.lr_max", "0.1")
+    assert "data: row 0 (" in out
+    assert out.count("epochs over the whole run") == out.count("epochs over the whole run (512 tokens)") == 1
+    assert "memory: about" in out
+    assert "dry run: the loss of one batch fell from" in out
+    assert not (copy / "runs/dry").exists()
+    said = z2a.refused(2, *words, "--train.steps", "4000000", "--data.max_epochs", "{zh: 2}")
+    assert "more often than data.max_epochs allows" in said
 
 
-@pytest.mark.parametrize("flags", [["--dry-run"], []], ids=["dry-run", "train"])
-def test_a_model_that_cannot_fit_is_refused_before_it_is_built(flags, copy, tiny, z2a):
-    changes = ("--train.name", "large", "--model.hidden_size", str(1 << 20), "--model.heads", "1024")
-    ended = z2a("train", "quickstart", *tiny, *changes, "--model.kv_heads", "1024", *flags, "--work", copy)
-    assert ended.code == 4
-    assert "not enough memory to train this model here" in ended.err
-    assert "optimizer" in ended.err
-    assert "train.micro_batch_samples" in ended.err
-    assert not (copy / "runs/large").exists()
-
-
-def test_a_dry_run_of_a_model_that_is_too_large_for_it_still_tells_what_each_process_of_the_run_needs(copy, tiny, z2a):
-    changes = ("--model.hidden_size", str(1 << 20), "--model.heads", "1024", "--model.kv_heads", "1024")
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built_and_a_dry_run_tells_what_each_process_needs(
+    copy, tiny, z2a
+):
+    words = ("train", "quickstart", *tiny, *HUGE, "--train.name", "large", "--work", copy)
+    said = z2a.refused(4, *words)
+    for expected in ("not enough memory to train this model here", "optimizer", "train.micro_batch_samples"):
+        assert expected in said
     spread = ("--parallel.processes", "4", "--parallel.zero", "2", "--train.tokens_per_step", "512")
-    ended = z2a("train", "quickstart", *tiny, *changes, *spread, "--dry-run", "--work", copy)
+    ended = z2a(*words, *spread, "--dry-run")
     assert ended.code == 4
-    assert "the run has 4 processes" in ended.out
-    assert "1/4 of the parameters" in ended.out
-    assert "communication: each process sends" in ended.out
+    for expected in ("the run has 4 processes", "1/4 of the parameters", "communication: each process sends"):
+        assert expected in ended.out
     assert "what the dry run needs, which has one process" in ended.err
+    assert not (copy / "runs/large").exists()
 
 
 # Every process that loads torch says so and stands still in the middle of it.
@@ -136,16 +114,16 @@ sys.meta_path.insert(0, Finder())
 def test_a_run_that_is_stopped_while_it_loads_ends_with_code_10_and_changes_nothing(
     processes, supervised, copy, tiny, tmp_path
 ):
-    words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy), "--parallel.device", "cpu"]
+    words = ["train", "quickstart", *tiny, "--train.name", "early", "--work", str(copy)]
     words += ["--parallel.processes", processes, "--resilience.supervise", supervised]
     command = [sys.executable, "-m", "zero2all", *words]
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook/sitecustomize.py").write_text(LOADS_FOR_EVER)
-    (tmp_path / "loading").mkdir()
-    paths = os.pathsep.join([str(tmp_path / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": paths, "LOADING": str(tmp_path / "loading")}
+    (tmp_path / "sitecustomize.py").write_text(LOADS_FOR_EVER)
+    loading = tmp_path / "loading"
+    loading.mkdir()
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": paths, "LOADING": str(loading)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    wait_until(lambda: process.poll() is not None or len(list((tmp_path / "loading").iterdir())) == int(processes))
+    wait_until(lambda: process.poll() is not None or len(list(loading.iterdir())) == int(processes))
     process.send_signal(signal.SIGTERM)
     assert process.wait(LONG_SECONDS) == 10
     assert "before the run had started. Nothing was changed" in process.stderr.read()
@@ -179,13 +157,10 @@ def test_a_silent_run_of_another_host_is_taken_over_only_when_asked(copy, tiny, 
     old = time.time() - 2 * STALE_SECONDS
     os.utime(lock, (old, old))
     words = ("train", "quickstart", *tiny, "--work", copy)
-    refused = z2a(*words)
-    assert refused.code == 13
-    assert "process 1 on elsewhere" in refused.err
-    assert "--take-over" in refused.err
-    taken = z2a(*words, "--take-over")
-    assert taken.code == 0
-    assert "took over the lock of process 1 on elsewhere" in taken.out
+    said = z2a.refused(13, *words)
+    assert "process 1 on elsewhere" in said
+    assert "--take-over" in said
+    assert "took over the lock of process 1 on elsewhere" in z2a.done(*words, "--take-over")
 
 
 # ---- anneal ---------------------------------------------------------------------------------------------------
@@ -194,10 +169,9 @@ def test_a_silent_run_of_another_host_is_taken_over_only_when_asked(copy, tiny, 
 def test_a_finished_run_is_annealed_to_a_later_end(copy, tiny, z2a):
     run = copy / "runs/tiny"
     last = float(rates(run).value[-1])
-    ended = z2a("anneal", "tiny", "--steps", "3", "--shape", "linear", "--work", copy)
-    assert ended.code == 0
-    assert "tiny, at step 4 of 4: the learning rate will fall from" in ended.out
-    assert "replaces" not in ended.out
+    out = z2a.done("anneal", "tiny", "--steps", "3", "--shape", "linear", "--work", copy)
+    assert "tiny, at step 4 of 4: the learning rate will fall from" in out
+    assert "replaces" not in out
     again = z2a("anneal", "tiny", "--steps", "3", "--shape", "linear", "--work", copy)
     assert again.out.startswith("This replaces an earlier request, which has not begun.")
     trained = z2a("train", "quickstart", *tiny, "--work", copy)
@@ -207,11 +181,8 @@ def test_a_finished_run_is_annealed_to_a_later_end(copy, tiny, z2a):
     assert series.step.tolist() == list(range(1, 8))
     assert series.value[4:] == pytest.approx([last * 2 / 3, last / 3, 0.0])
     assert step_of(list_checkpoints(run)[0]) == 7
-    assert z2a("inspect", "tiny", "7", "--work", copy).code == 0
-
-    again = z2a("anneal", "tiny", "--work", copy)
-    assert again.code == 2
-    assert "tiny has been annealing since step 4, over 3 steps" in again.err
+    z2a.done("inspect", "tiny", "7", "--work", copy)
+    assert "tiny has been annealing since step 4, over 3 steps" in z2a.refused(2, "anneal", "tiny", "--work", copy)
 
 
 def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
@@ -221,8 +192,7 @@ def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
     training.start()
     run = copy / "runs/live"
     wait_until(lambda: bool(list_checkpoints(run)))
-    asked = z2a("anneal", "live", "--steps", "6", "--to-share", "0.5", "--work", copy)
-    assert asked.code == 0, asked.err
+    z2a.done("anneal", "live", "--steps", "6", "--to-share", "0.5", "--work", copy)
     training.join(LONG_SECONDS)
     assert codes == [0]
     series, record = rates(run), json.loads((run / "anneal.json").read_text())
@@ -245,9 +215,7 @@ def test_a_run_that_is_training_anneals_within_a_step_and_ends(copy, tiny, z2a):
     ],
 )
 def test_anneal_refuses_what_makes_no_sense(words, code, message, journey, z2a):
-    ended = z2a("anneal", *words, "--work", journey)
-    assert ended.code == code
-    assert message in ended.err
+    assert message in z2a.refused(code, "anneal", *words, "--work", journey)
 
 
 def test_an_anneal_that_would_read_a_source_too_often_is_refused_when_it_is_asked_for(copy, z2a):
@@ -255,11 +223,10 @@ def test_an_anneal_that_would_read_a_source_too_often_is_refused_when_it_is_aske
     values = yaml.safe_load(path.read_text())
     values["data"]["max_epochs"] = {"en": 1.0}
     path.write_text(yaml.safe_dump(values))
-    ended = z2a("anneal", "tiny", "--steps", "100000", "--work", copy)
-    assert ended.code == 2
-    assert "tiny cannot anneal over 100,000 steps from step 4." in ended.err
-    assert "at most 1 allowed" in ended.err
-    assert "ask for fewer steps" in ended.err
+    said = z2a.refused(2, "anneal", "tiny", "--steps", "100000", "--work", copy)
+    assert "tiny cannot anneal over 100,000 steps from step 4." in said
+    assert "at most 1 allowed" in said
+    assert "ask for fewer steps" in said
     assert not (copy / "runs/tiny/anneal.json").exists()
     assert z2a("anneal", "tiny", "--steps", "2", "--work", copy).code == 0
 
@@ -270,12 +237,8 @@ def test_a_run_without_a_step_or_without_a_rate_has_nothing_to_anneal(copy, tiny
     assert "has no steps yet" in z2a("anneal", "new", "--work", copy).err
     words = ("train", "quickstart", *tiny, "--train.name", "zero", "--schedule.min_lr_ratio", "0", "--work", copy)
     assert z2a(*words).code == 0
-    ended = z2a("anneal", "zero", "--work", copy)
-    assert ended.code == 2
-    assert "is already 0 at step 4" in ended.err
+    assert "is already 0 at step 4" in z2a.refused(2, "anneal", "zero", "--work", copy)
 
 
 def test_the_number_of_a_group_without_groups_is_refused(z2a):
-    ended = z2a("train", "quickstart", "--group", "0")
-    assert ended.code == 2
-    assert "--group is 0, but diloco.groups is empty" in ended.err
+    assert "--group is 0, but diloco.groups is empty" in z2a.refused(2, "train", "quickstart", "--group", "0")

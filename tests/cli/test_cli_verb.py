@@ -68,13 +68,9 @@ def test_an_optional_run_is_filled_in_later_and_outputs_are_checked_before():
 
 
 def test_a_verb_is_its_text(monkeypatch):
+    """More of it: the help of every verb in test_cli_help.py."""
     monkeypatch.setitem(DECLARED, "try", [])
-    group("""
-        try: things to
-        try
-
-        z2a try one
-        """)
+    group("\ntry: things to\ntry\n\nz2a try one\n")
 
     @verb("""
         try one: do it: at once
@@ -94,15 +90,10 @@ def test_a_verb_is_its_text(monkeypatch):
 
     parser = Parser(prog="z2a")
     add_declared(parser.add_subparsers(), "try")
-    assert parser.verbs["try"].description == "things to try"
     inner = parser.verbs["try"].verbs["one"]
-    assert inner.description == "do it: at once"
+    assert (parser.verbs["try"].description, inner.description) == ("things to try", "do it: at once")
     assert inner.epilog.endswith("example:\n  z2a try one a\n\nand again:\n  z2a try one b")
     assert inner.positionals[0].help == "the first of two lines"
     arguments = parser.parse_args(["try", "one", "a", "--seed", "3"])
-    assert (arguments.what, arguments.seed, arguments.takes_overrides, arguments.handler(arguments)) == (
-        "a",
-        3,
-        True,
-        7,
-    )
+    assert (arguments.what, arguments.seed, arguments.takes_overrides) == ("a", 3, True)
+    assert arguments.handler(arguments) == 7

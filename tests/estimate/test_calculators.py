@@ -8,11 +8,8 @@ from hypothesis import strategies as st
 
 from zero2all.estimate.answer import ImpossibleError, said
 from zero2all.estimate.failures import daly_interval, goodput, young_interval
-from zero2all.estimate.floors import tiling
-from zero2all.estimate.flops import conventions, packed_length
-from zero2all.estimate.gpus import DEVICE_NAMES, GPUS
+from zero2all.estimate.gpus import GPUS
 from zero2all.estimate.model_calculators import (
-    RECIPES,
     Devices,
     flops,
     hardware_flops,
@@ -22,7 +19,6 @@ from zero2all.estimate.model_calculators import (
     roofline,
     variants,
     zero,
-    zero_bytes,
 )
 from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
 from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost
@@ -82,23 +78,6 @@ def test_flops_grow_with_layers_width_inside_and_length_and_causal_is_at_most_fu
     assert executed[2] < here["causal"] * 4 / 3
 
 
-@over(st.lists(st.integers(1, 1000), min_size=1, max_size=8))
-def test_packing_documents_never_costs_more_than_one_of_their_whole_length(lengths):
-    packed = packed_length(lengths)
-    assert packed <= sum(lengths)
-    assert conventions(0, 1, 1, packed)["causal"] <= conventions(0, 1, 1, sum(lengths))["causal"] + 1e-9
-
-
-@over(st.floats(1e6, 1e12), st.integers(2, 4096), st.sampled_from(sorted(RECIPES)))
-def test_each_zero_stage_holds_less_than_the_one_before_and_more_ranks_hold_less(parameters, ranks, recipe):
-    held = list(zero_bytes(parameters, ranks, RECIPES[recipe]).values())
-    assert held == sorted(held, reverse=True)
-    assert len(set(held)) == 4
-    fewer = list(zero_bytes(parameters, ranks - 1, RECIPES[recipe]).values())
-    assert all(more_ranks <= less_ranks for more_ranks, less_ranks in zip(held, fewer, strict=True))
-    assert set(zero_bytes(parameters, 1, RECIPES[recipe]).values()) == {parameters * RECIPES[recipe].total}
-
-
 @over(st.floats(1.0, 600.0), st.floats(3600.0, 1e6), st.floats(0.0, 3000.0))
 def test_goodput_is_greatest_near_dalys_interval(save, mtbf, restart):
     best = daly_interval(save, mtbf)
@@ -108,14 +87,6 @@ def test_goodput_is_greatest_near_dalys_interval(save, mtbf, restart):
     assert 0 < reached < 1
     assert goodput(young_interval(save, mtbf), save, restart, mtbf) <= reached * 1.001
     assert goodput(1e9, save, restart, mtbf) == pytest.approx(0, abs=1e-6)
-
-
-@over(st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 160))
-def test_tiles_and_waves_never_beat_the_whole_device(m, n, units):
-    cut = tiling(m, n, units)
-    assert 0 < cut.wave_efficiency <= 1
-    assert 0 < cut.tile_efficiency <= 1
-    assert (cut.waves - 1) * units < cut.tiles <= cut.waves * units
 
 
 @over(st.floats(1e18, 1e27), st.sampled_from(sorted(LAWS)), st.floats(0.3, 3.0))
@@ -161,12 +132,12 @@ def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
         assert 1.2 < full[f"HFU full, {name}"] / full[f"MFU {name}"] < 4 / 3
 
 
-def test_cost_is_time_and_price_and_goodput():
-    whole, kept = (RunSpeed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
+def test_goodput_lengthens_the_time():
+    """The cost of it is a worked example."""
     model, devices, tokens = KNOWN_MODELS["gpt-3"], Devices(1024), 300_000_000_000
-    spent = cost(model, kept, devices, tokens, price=2.0)
-    assert spent["time"] == pytest.approx(cost(model, whole, devices, tokens)["time"] / 0.9)
-    assert spent["cost"] == pytest.approx(1.848e6, rel=1e-3)
+    speeds = (RunSpeed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
+    whole, kept = (cost(model, speed, devices, tokens)["time"] for speed in speeds)
+    assert kept == pytest.approx(whole / 0.9)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +154,8 @@ def test_everything_that_is_wrong_is_said_at_once(ask, fields):
     assert [problem.field for problem in caught.value.problems] == fields
 
 
-def test_devices_are_known_by_their_exact_names():
-    assert set(DEVICE_NAMES.values()) <= set(GPUS)
-    assert "NVIDIA H200 NVL" not in DEVICE_NAMES
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "words"),
-    [
+def test_numbers_are_said_with_their_unit():
+    for value, unit, words in (
         (31.40625e9, "bytes", "31.41 GB = 29.25 GiB"),
         (33.83 * 86400, "s", "33.83 d"),
         (0.0012, "s", "1.2 ms"),
@@ -199,10 +164,8 @@ def test_devices_are_known_by_their_exact_names():
         (51.47e9, "FLOP/token", "51.47 GFLOP/token"),
         (4.8e12, "bytes/s", "4.8 TB/s"),
         (float("inf"), "s", "never"),
-    ],
-)
-def test_numbers_are_said_with_their_unit(value, unit, words):
-    assert said(value, unit) == words
+    ):
+        assert said(value, unit) == words
 
 
 def test_memory_bound_products_name_the_bandwidth_and_rates_above_the_peak_are_refused():

@@ -23,20 +23,10 @@ def of_step(figures: int = 0, **changes: object) -> list[tuple[str, str, int, fl
     return [(each.collective, each.axis, each.ranks, each.whole) for each in found]
 
 
-def test_one_process_exchanges_nothing():
-    for zero in (0, 1, 2, 3):
-        assert of_step(zero=zero, figures=10) == []
-
-
 def test_a_ring_sends_an_all_reduce_nearly_twice_and_the_others_nearly_once():
-    assert Transfer("all-reduce", "", "replicate", 4, 100.0).sent == 150.0
-    assert Transfer("reduce-scatter", "", "shard", 4, 100.0).sent == 75.0
-    assert Transfer("all-gather", "", "shard", 4, 100.0).sent == 75.0
-
-
-def test_a_process_hands_a_gather_its_part_and_the_others_everything():
-    given = [Transfer(kind, "", "shard", 4, 100.0).given for kind in ("all-reduce", "reduce-scatter", "all-gather")]
-    assert given == [100.0, 100.0, 25.0]
+    kinds = [Transfer(kind, "", "shard", 4, 100.0) for kind in ("all-reduce", "reduce-scatter", "all-gather")]
+    assert [kind.sent for kind in kinds] == [150.0, 75.0, 75.0]
+    assert [kind.given for kind in kinds] == [100.0, 100.0, 25.0], "to a gather only the part of the process"
 
 
 def test_shared_sequences_send_heads_or_keys_in_every_block_and_again_where_it_is_recomputed():
@@ -52,26 +42,25 @@ def test_shared_sequences_send_heads_or_keys_in_every_block_and_again_where_it_i
     ]
 
 
-def test_replicas_sum_all_gradients_once_a_step():
-    for passes in (1, 5):
-        assert of_step(replicate=4, passes=passes) == [("all-reduce", "replicate", 4, G)]
+ENDS = 4 * (64 * 64 + 64)  # embedding and last norm
 
 
-def test_zero_1_scatters_gradients_and_gathers_weights_once_a_step():
-    expected = [("reduce-scatter", "shard", 4, G), ("all-gather", "shard", 4, W)]
-    assert of_step(zero=1, shard=4, passes=5) == expected
-
-
-def test_zero_2_scatters_gradients_in_every_pass():
-    expected = [("reduce-scatter", "shard", 4, 5 * G), ("all-gather", "shard", 4, W)]
-    assert of_step(zero=2, shard=4, passes=5) == expected
-
-
-def test_zero_3_gathers_all_weights_twice_in_every_pass_and_after_several_reduces_the_ends_twice():
-    assert of_step(zero=3, shard=4) == [("reduce-scatter", "shard", 4, G), ("all-gather", "shard", 4, 2 * W)]
-    ends = 4 * (64 * 64 + 64)  # embedding and last norm
-    expected = [("reduce-scatter", "shard", 4, G + ends), ("all-gather", "shard", 4, 10 * W)]
-    assert of_step(zero=3, shard=4, passes=5) == expected
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        *(({"zero": zero, "figures": 10}, []) for zero in range(4)),  # one process
+        ({"replicate": 4}, [("all-reduce", "replicate", 4, G)]),
+        ({"replicate": 4, "passes": 5}, [("all-reduce", "replicate", 4, G)]),
+        ({"zero": 1, "passes": 5}, [("reduce-scatter", "shard", 4, G), ("all-gather", "shard", 4, W)]),
+        ({"zero": 2, "passes": 5}, [("reduce-scatter", "shard", 4, 5 * G), ("all-gather", "shard", 4, W)]),
+        ({"zero": 3}, [("reduce-scatter", "shard", 4, G), ("all-gather", "shard", 4, 2 * W)]),
+        ({"zero": 3, "passes": 5}, [("reduce-scatter", "shard", 4, G + ENDS), ("all-gather", "shard", 4, 10 * W)]),
+    ],
+    ids=str,
+)
+def test_zero_2_scatters_in_every_pass_and_zero_3_gathers_twice_in_each_and_reduces_its_ends_twice(settings, expected):
+    shared = {"shard": 4} if "zero" in settings and expected else {}
+    assert of_step(**settings, **shared) == expected
 
 
 def test_bytes_are_those_that_were_counted_in_a_run_of_two_processes():
@@ -92,17 +81,12 @@ def test_bytes_are_those_that_were_counted_in_a_run_of_two_processes():
     assert given(3, shard=2) == {"reduce-scatter": 71680, "all-gather": 126720}
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_hybrid_also_sums_the_part_of_a_process_over_the_replicas(zero):
-    alone = of_step(zero=zero, shard=4, passes=3)
-    scattered = next(whole for kind, _, _, whole in alone if kind == "reduce-scatter")
-    assert sorted(of_step(zero=zero, shard=4, replicate=2, passes=3)) == sorted(
-        [*alone, ("all-reduce", "replicate", 2, scattered / 4)]
-    )
-
-
-def test_figures_are_summed_over_all_processes():
-    assert of_step(zero=1, shard=4, replicate=2, figures=20)[-2] == ("all-reduce", "replicate x shard", 8, 160.0)
+def test_hybrid_also_sums_the_part_of_a_process_over_the_replicas():
+    for zero in (1, 2, 3):
+        alone = of_step(zero=zero, shard=4, passes=3)
+        scattered = next(whole for kind, _, _, whole in alone if kind == "reduce-scatter")
+        both = [*alone, ("all-reduce", "replicate", 2, scattered / 4)]
+        assert sorted(of_step(zero=zero, shard=4, replicate=2, passes=3)) == sorted(both)
 
 
 def test_with_one_pass_zero_1_and_2_send_no_more_than_replicas_and_zero_3_half_as_much_again():
@@ -116,15 +100,12 @@ def test_with_one_pass_zero_1_and_2_send_no_more_than_replicas_and_zero_3_half_a
     assert sent("bfloat16", zero=1, shard=4) == 0.75 * sent("bfloat16", replicate=4)
 
 
-def test_gradients_without_masters_have_two_bytes_but_fsdp_sums_in_float32():
+def test_gradients_without_masters_have_two_bytes_but_fsdp_sums_in_float32_and_figures_and_padding_count():
     assert of_step(replicate=2, optimizer="adamw_bf16") == [("all-reduce", "replicate", 2, G / 2)]
     assert of_step(zero=3, shard=2, optimizer="adamw_bf16")[0] == ("reduce-scatter", "shard", 2, G)
-
-
-def test_padding_of_the_buffers_can_be_counted():
+    assert of_step(zero=1, shard=4, replicate=2, figures=20)[-2] == ("all-reduce", "replicate x shard", 8, 160.0)
     settings = MemorySettings(32, 4, {"optimizer": Footprint()}, zero=1, shard=2)
-    found = communication_per_step(MODEL, settings, buffers={"cut": 1000})
-    assert [each.whole for each in found] == [4000.0, 2000.0]
+    assert [each.whole for each in communication_per_step(MODEL, settings, buffers={"cut": 1000})] == [4000.0, 2000.0]
 
 
 def test_stages_send_the_hidden_states_of_their_tokens_on_and_their_gradients_back():

@@ -68,14 +68,11 @@ def test_the_calculator_takes_the_rate_of_llama3_or_a_given_one_and_says_how_lon
         failures()
 
 
-@pytest.mark.parametrize(
-    ("mean", "save", "restart", "interval"),
-    [(LLAMA3_MEAN, 60.0, 600.0, None), (LLAMA3_MEAN, 300.0, 1800.0, 7200.0)],
-)
-def test_the_simulated_goodput_equals_the_closed_form(mean, save, restart, interval):
-    plan = one_kind(mean, interval, save, restart, days=50)
-    goodput = simulate(plan, 100).goodput
-    assert goodput.mean() == pytest.approx(closed_goodput(plan.interval, save, restart, mean), rel=0.01)
+def test_the_simulated_goodput_equals_the_closed_form():
+    for save, restart, interval, runs in ((60.0, 600.0, None, 60), (300.0, 1800.0, 7200.0, 60)):
+        plan = one_kind(LLAMA3_MEAN, interval, save, restart, days=50)
+        expected = closed_goodput(plan.interval, save, restart, LLAMA3_MEAN)
+        assert simulate(plan, runs).goodput.mean() == pytest.approx(expected, rel=0.01)
 
 
 def test_the_parts_of_a_simulated_run_sum_to_the_whole_and_the_work_is_done():
@@ -85,11 +82,14 @@ def test_the_parts_of_a_simulated_run_sum_to_the_whole_and_the_work_is_done():
     assert tuple(outcome.parts) == PARTS
     assert {name for name, spent in outcome.parts.items() if spent.sum() == 0} == {"fewer nodes"}
     assert (simulate(ROUGH, 5, seed=3).wall_seconds == simulate(ROUGH, 5, seed=3).wall_seconds).all()
+    problems = r"sum to 0\.5.*at most 4 nodes; got 9.*stalls training for 90 s.*work must be"
+    with pytest.raises(BadInputError, match=problems):
+        simulate(Plan(-1.0, 4, shares={"process": 0.5}, least_nodes=9, stall_seconds=90.0))
 
 
-@pytest.mark.parametrize(
-    "worse",
-    [
+def test_a_worse_machine_takes_longer():
+    better = simulate(ROUGH, 20).wall_seconds.mean()
+    for worse in (
         {"failures_per_gpu_hour": 2e-4},
         {"restart_seconds": 1200.0},
         {"hang_seconds": 7200.0},
@@ -97,15 +97,5 @@ def test_the_parts_of_a_simulated_run_sum_to_the_whole_and_the_work_is_done():
         {"spare_nodes": 0},
         {"slow_nodes": Slowness(0.02, 1.2, 6.0)},
         {"slow_links": Slowness(0.001, 3.0, 3.0)},
-    ],
-)
-def test_a_worse_machine_takes_longer(worse):
-    better, changed = simulate(ROUGH, 20), simulate(dataclasses.replace(ROUGH, **worse), 20)
-    assert changed.wall_seconds.mean() > better.wall_seconds.mean()
-
-
-def test_all_problems_of_a_plan_are_named_at_once():
-    with pytest.raises(
-        BadInputError, match=r"sum to 0\.5.*at most 4 nodes; got 9.*stalls training for 90 s.*work must be"
     ):
-        simulate(Plan(-1.0, 4, shares={"process": 0.5}, least_nodes=9, stall_seconds=90.0))
+        assert simulate(dataclasses.replace(ROUGH, **worse), 20).wall_seconds.mean() > better, worse

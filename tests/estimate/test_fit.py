@@ -51,16 +51,13 @@ def test_what_a_run_does_already_is_not_proposed():
     assert kinds == ["--train.recompute groups --train.recompute_every 2"]
 
 
-def test_an_unknown_gpu_gets_no_guess():
-    with pytest.raises(UsageError, match=r"b300 is not known\. Known are a100"):
-        named_card("b300")
+def test_cards_that_people_have_at_home_are_known_and_an_unknown_gpu_gets_no_guess():
+    for name, gib in {"4090": 23.6, "RTX 3090": 23.6, "rtx-4080": 15.5, "5090": 31.3}.items():
+        assert named_card(name).memory_bytes == gib * GIB
     assert named_card("H200") is CARDS["h200"]
     assert named_card("h200").workspace_bytes == 64 * 2**20
-
-
-@pytest.mark.parametrize(("name", "gib"), [("4090", 23.6), ("RTX 3090", 23.6), ("rtx-4080", 15.5), ("5090", 31.3)])
-def test_cards_that_people_have_at_home_are_known(name: str, gib: float):
-    assert named_card(name).memory_bytes == gib * GIB
+    with pytest.raises(UsageError, match=r"b300 is not known\. Known are a100"):
+        named_card("b300")
 
 
 def test_the_figures_of_the_pages_are_those_of_the_tool():

@@ -23,6 +23,7 @@ def test_bytes_of_one_token_of_the_reference_model():
     assert per_token("rope") == (2 * 40 * 64 * 2, 2 * 48 * 64 * 2)
     assert per_token("swiglu") == (3 * 5632 * 2, 5 * 5632 * 2)
     assert sum(per_token("cross_entropy")) == 2 * 64320 * 2
+    assert optimizer_work(1000).total == 28_000, "28 bytes a parameter: the bfloat16 weight is half of its master"
 
 
 def test_an_embedding_moves_a_row_per_token_and_one_per_different_id():
@@ -47,24 +48,12 @@ def test_flops_of_a_micro_batch_of_the_reference_model():
     assert work["linear_cross_entropy"].total == pytest.approx(25.9e12, rel=1e-3)
     matrices = sum(work[f"linear/{name}"].total for name in linear_shapes(REFERENCE)) * 22
     assert matrices + work["linear_cross_entropy"].total == pytest.approx(220.9e12, rel=1e-3)
-
-
-def test_the_optimizer_moves_28_bytes_a_parameter_the_bfloat16_weight_being_half_of_its_master():
-    assert optimizer_work(1000).total == 28_000
-
-
-def test_attention_counts_the_causal_half_only():
+    names = {"attention", "linear_cross_entropy", "linear/qkv", "linear/out", "linear/gate_up", "linear/down"}
+    assert {name for name, each in work.items() if each.is_matmul} == names
+    assert all(each.total > 0 for each in work.values())
     config = ModelConfig(vocab_size=64, hidden_size=8, intermediate_size=16, layers=1, heads=2, kv_heads=1)
     # two matmuls of 2 T^2 D per head in the forward pass, half of it masked
     assert operator_work(config, 32, 16, 4)["attention"].forward_flops == 2 * (2 * 2 * 16 * 16 * 4 * 2) / 2
-
-
-def test_what_arithmetic_limits_has_flops_and_what_memory_limits_has_bytes():
-    work = operator_work(REFERENCE, 64, 64, 2)
-    assert {name for name, each in work.items() if each.is_matmul} == {
-        *("attention", "linear_cross_entropy", "linear/qkv", "linear/out", "linear/gate_up", "linear/down")
-    }
-    assert all(each.total > 0 for each in work.values())
 
 
 def test_a_decoding_pass_reads_every_matrix_once_and_the_keys_and_values_of_each_sequence():

@@ -1,8 +1,6 @@
 """The three FLOPs conventions and MFU against the reference figures; FLOPs against torch's own counter."""
 
 import dataclasses
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,14 +16,13 @@ def reference() -> ModelConfig:
 
 
 def test_conventions_give_the_reference_figures_of_the_1b_model(reference):
-    giga = {name: round(flops / 1e9, 3) for name, flops in flops_per_token(reference, 2048).items()}
-    assert giga == {"seed": 8.640, "palm": 7.849, "causal": 7.296}
-    assert tuple(giga) == CONVENTIONS
-
-
-def test_mfu_of_the_reference_speed_under_each_convention(reference):
+    found = flops_per_token(reference, 2048)
+    assert {name: round(flops / 1e9, 3) for name, flops in found.items()} == {
+        "seed": 8.640, "palm": 7.849, "causal": 7.296,
+    }  # fmt: skip
+    assert tuple(found) == CONVENTIONS
     # reference/kernels.md, section 3: 73,185 tokens/s on one H100.
-    mfu = compute_mfu(flops_per_token(reference, 2048), 73_185, "NVIDIA H100 80GB HBM3")
+    mfu = compute_mfu(found, 73_185, "NVIDIA H100 80GB HBM3")
     assert {name: round(100 * share, 1) for name, share in mfu.items()} == {"seed": 63.9, "palm": 58.1, "causal": 54.0}
 
 
@@ -49,26 +46,11 @@ def test_tied_embedding_takes_part_in_the_matmul_of_the_head():
     assert tied["seed"] == tied["palm"] + 6 * 12
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        "",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA H200 NVL",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA B300",
-        "H100",
-    ],
-)
-def test_unknown_device_has_no_peak_and_no_mfu(reference, device):
-    assert peak_flops(device) is None
-    assert compute_mfu(flops_per_token(reference, 2048), 1000.0, device) == {}
-
-
-def test_planning_needs_no_torch():
-    code = "import sys, zero2all.estimate.flops; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_unknown_device_has_no_peak_and_no_mfu(reference):
+    slices = ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    for device in ("cpu", "", *slices, "NVIDIA B300", "H100"):
+        assert peak_flops(device) is None
+        assert compute_mfu(flops_per_token(reference, 2048), 1000.0, device) == {}
 
 
 def one_expert_for_all(x, gates, gate_up, down, ends, swiglu):
@@ -90,16 +72,11 @@ def test_torchs_counter_finds_the_palm_convention_to_the_last_flop_with_plain_op
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # it does not know the meta device
     monkeypatch.setattr(moe, "run_experts", one_expert_for_all)
     config = load_config(name)
-    shape = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or config.tokenizer.vocab_size)
-    plain = OpsConfig(
-        attention="math",
-        rope="eager",
-        rms_norm="torch",
-        swiglu="torch",
-        linear="plain",
-        linear_cross_entropy="off",
-        cross_entropy="torch",
-    )
+    # All layers after the first few are alike.
+    rows, layers = config.model.vocab_size or config.tokenizer.vocab_size, min(3, config.model.layers)
+    shape = dataclasses.replace(config.model, vocab_size=rows, layers=layers)
+    plain = OpsConfig("math", rope="eager", rms_norm="torch", swiglu="torch", linear="plain", cross_entropy="torch")
+    plain = dataclasses.replace(plain, linear_cross_entropy="off")
     with torch.device("meta"):
         model = Z2all(shape, resolve(plain, "cpu")).to("meta")
         rows = torch.zeros(1, config.data.seq_len + 1, dtype=torch.int64)

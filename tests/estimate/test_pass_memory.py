@@ -18,28 +18,24 @@ SMALL = """
     --model.vocab_size 512 --model.hidden_size 128 --model.intermediate_size 352 --model.layers 3 --model.heads 4
     --model.kv_heads 2 --model.max_seq_len 128 --data.seq_len 128 --data.document_mask false
     --train.tokens_per_step 512 --train.micro_batch_samples 4 --model.qk_norm false --model.tied_embeddings true
+    --train.precision bfloat16
 """
 
 
 @pytest.mark.parametrize(
     ("words", "within"),
     [
-        ("--train.precision bfloat16 --model.tied_embeddings false --train.micro_batch_samples 2", 2e-3),  # two passes
-        ("--train.precision bfloat16 --model.intermediate_size 1408", 2e-3),  # the peak is in the last block
-        ("--train.precision bfloat16 --train.recompute selective", 2e-3),
-        ("--train.precision bfloat16 --model.qk_norm true", 2e-3),
+        ("--model.tied_embeddings false --train.micro_batch_samples 2 --model.embedding_norm true", 2e-3),  # two passes
+        ("--model.intermediate_size 1408", 2e-3),  # the peak is in the last block
+        ("--train.recompute selective", 2e-3),
         ("--train.precision float32 --model.qk_norm true", 2e-3),
-        ("--train.precision bfloat16 --model.embedding_norm true --model.tied_embeddings false", 2e-3),
-        ("--train.precision bfloat16 --model.qk_norm true --train.recompute selective", 4e-2),  # never less
+        ("--model.qk_norm true --train.recompute selective", 4e-2),  # never less
         # The peak is where query and key are turned back, which takes one after the other and is counted as one.
-        ("--train.precision bfloat16 --model.qk_norm true --model.head_dim 256 --model.intermediate_size 64", 3e-2),
+        ("--model.qk_norm true --model.head_dim 256 --model.intermediate_size 64", 3e-2),
         # The first block gets no branch: one of the inputs that are counted for a block does not exist.
         ("--train.precision float32 --train.recompute every_n --train.recompute_every 3", 3e-2),
-        ("--train.precision bfloat16 --train.recompute groups --model.layers 5", 2e-3),  # the last group has one block
-        (
-            "--train.precision bfloat16 --ops.linear_cross_entropy off --ops.cross_entropy eager --ops.swiglu eager",
-            2e-3,
-        ),
+        ("--train.recompute groups --model.layers 5", 2e-3),  # the last group has one block
+        ("--ops.linear_cross_entropy off --ops.cross_entropy eager --ops.swiglu eager", 2e-3),
     ],
 )
 def test_peak_is_that_of_all_tensors_alive_in_a_step(words, within):

@@ -27,14 +27,19 @@ TINY = [
 ]
 BATCH = BatchShape(2, 32, 2)
 CPU = torch.device("cpu")
+FIGURES = "zero2all.measure.calibration.figures"
+
+
+def broken(*_):
+    raise RuntimeError("no such kernel\nmore")
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path / "profiles"))
     monkeypatch.setattr("zero2all.measure.calibration.stopwatch.CPU_SECONDS", 1e-4)
-    monkeypatch.setattr("zero2all.measure.calibration.figures.CPU_GRID_WIDTHS", (64,))
-    monkeypatch.setattr("zero2all.measure.calibration.figures.CPU_GRID_TOKENS", (64,))
+    monkeypatch.setattr(f"{FIGURES}.CPU_GRID_WIDTHS", (64,))
+    monkeypatch.setattr(f"{FIGURES}.CPU_GRID_TOKENS", (64,))
     monkeypatch.setattr(module, "other_settings", lambda _setting: iter(()))
     for name, value in {"SECONDS": 0.0, "WARM_UP_SECONDS": 0.0, "HOST_SECONDS": 0.0}.items():
         monkeypatch.setattr(module, name, value)
@@ -75,13 +80,8 @@ def test_a_calibration_is_a_profile_that_predicts(config, threads):
 
 
 def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, threads, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("no such kernel\nmore")
-
-    monkeypatch.setattr(
-        "zero2all.measure.calibration.figures._stream", lambda *_: {"bytes_per_second": 1e9, "spread": 0}
-    )
-    monkeypatch.setattr("zero2all.measure.calibration.figures._over_gradients", broken)
+    monkeypatch.setattr(f"{FIGURES}._stream", lambda *_: {"bytes_per_second": 1e9, "spread": 0})
+    monkeypatch.setattr(f"{FIGURES}._over_gradients", broken)
     found = calibrate([(config, BATCH)], most_seconds=60.0)
     assert {name.split("/")[1] for name in found.failed} == {"grad_norm", "zero"}
     assert set(found.failed.values()) == {"RuntimeError: no such kernel"}
@@ -89,10 +89,7 @@ def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, threa
 
 
 def test_without_most_figures_there_is_no_profile_and_each_reason_is_one_line(config, threads, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr("zero2all.measure.calibration.figures.product", broken)
+    monkeypatch.setattr(f"{FIGURES}.product", broken)
     with pytest.raises(BadInputError, match="No profile was written") as refused:
         calibrate([(config, BATCH)], most_seconds=60.0)
     assert str(refused.value).count("RuntimeError: no such kernel (") == 1
@@ -104,8 +101,7 @@ def test_without_most_figures_there_is_no_profile_and_each_reason_is_one_line(co
         module.check_enough({"launch": "x"}, 600)
 
 
-@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
-def test_the_float8_product_runs_as_the_float8_layer_does(kind, monkeypatch):
+def test_the_float8_product_runs_as_the_float8_layer_does(monkeypatch):
     """On a CPU with torch's own rounding in place of the Triton kernels; every name and every shape is the real one."""
     kernels = pytest.importorskip("zero2all.ops.kernels.quantise", reason="needs triton")
     layer = importlib.import_module("zero2all.ops.kernels.linear")
@@ -126,11 +122,13 @@ def test_the_float8_product_runs_as_the_float8_layer_does(kind, monkeypatch):
     monkeypatch.setattr(kernels, "quantise", quantise)
     monkeypatch.setattr(kernels, "scale_of", scale_of)
     monkeypatch.setattr(layer, "_matmul", matmul)
-    found = float8_product(kind, 32, 48, 64, CPU)().float()
-    given, other = (x.float() for x in seen["inputs"][:2])
-    exact = (given.t() if kind == "wgrad" else given) @ other
-    assert found.shape == (32, 48)
-    assert (found - exact).norm() < 0.1 * exact.norm()
+    for kind in ("forward", "dgrad", "wgrad"):
+        seen.clear()
+        found = float8_product(kind, 32, 48, 64, CPU)().float()
+        given, other = (x.float() for x in seen["inputs"][:2])
+        exact = (given.t() if kind == "wgrad" else given) @ other
+        assert found.shape == (32, 48)
+        assert (found - exact).norm() < 0.1 * exact.norm()
 
 
 def test_products_are_brought_to_the_clock_of_a_real_step():
@@ -226,25 +224,15 @@ class MadeDevice:
         self.now += 0.001
 
 
-def test_a_cooled_device_is_heated_before_it_is_timed(monkeypatch):
+def test_a_cooled_device_is_heated_before_it_is_timed_and_one_that_stays_fast_is_corrected_by_its_clock(monkeypatch):
     device = MadeDevice(monkeypatch, lambda calls: 0.0030 if calls < 40 else 0.0036)
     found = device.watch.time(device.call)
     assert device.heated > 40
     assert (found.seconds, found.clock) == pytest.approx((0.001, 1.0))
-
-
-def test_a_device_that_stays_fast_is_corrected_by_its_clock(monkeypatch):
     device = MadeDevice(monkeypatch, lambda _: 0.0030)
     found = device.watch.time(device.call)
     assert device.now < 2 * stopwatch.MOST_REHEAT_SECONDS  # it is not heated for ever
-    assert found.clock == pytest.approx(1.2)
-    assert found.settled_seconds == pytest.approx(0.0012)
-
-
-def test_the_heater_outlasts_the_queueing():
-    assert heats_to_hide(0.0001, 0.0035) == 1
-    assert heats_to_hide(0.006, 0.0035) == 4  # twice as long as was measured
-    assert heats_to_hide(0.006, 0.0) == 1  # before the clock has settled
+    assert (found.clock, found.settled_seconds) == pytest.approx((1.2, 0.0012))
 
 
 def test_figures_of_a_calibration_that_was_cut_off_are_kept(tmp_path):
@@ -254,10 +242,6 @@ def test_figures_of_a_calibration_that_was_cut_off_are_kept(tmp_path):
         file.write('{"name": "laun')
     assert FigureStore(store.path, {}).figures == {"stream": {"bytes_per_second": 1.0}}
     assert FigureStore(store.path, {}, again=True).figures == {}
-
-
-def test_points_of_one_size_are_one():
-    assert curve([(200.0, 3.0), (100.0, 1.0), (100.5, 2.0)]).points == ((100.0, 1.5), (200.0, 3.0))
 
 
 def test_a_stale_profile_is_refused_with_everything_that_changed():
@@ -273,7 +257,10 @@ def test_a_stale_profile_is_refused_with_everything_that_changed():
     assert profiles.profile_from(path, None).key["torch"] == "1.0"
 
 
-def test_the_spread_is_the_interquartile_range():
+def test_the_spread_is_the_interquartile_range_points_of_one_size_are_one_and_the_heater_outlasts_the_queueing():
     assert timed([1.0, 2.0, 3.0, 4.0, 5.0]).spread == pytest.approx(2 / 3)
     assert timed([2.0]).spread == 0.0
     assert Stopwatch(CPU).warm_up(1.0) == (1.0, 1.0)
+    assert curve([(200.0, 3.0), (100.0, 1.0), (100.5, 2.0)]).points == ((100.0, 1.5), (200.0, 3.0))
+    # twice as long as was measured, and once before the clock has settled
+    assert [heats_to_hide(*given) for given in ((0.0001, 0.0035), (0.006, 0.0035), (0.006, 0.0))] == [1, 4, 1]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -156,21 +157,18 @@ def test_each_thing_that_is_wrong_with_a_gpu_is_named_and_has_advice(nvidia_smi,
         ("exec sleep 20", "error", "did not answer within"),
         ("echo nonsense", "note", "was not understood"),
         (f'echo "{report_of()}"', "error", "and no GPU"),
+        ("", "note", "not looked at"),  # there is none
     ],
 )
-def test_an_nvidia_smi_that_fails_is_a_finding(script, grade, words, nvidia_smi, monkeypatch):
+def test_an_nvidia_smi_that_fails_is_a_finding(script, grade, words, nvidia_smi, monkeypatch, tmp_path):
     monkeypatch.setattr(finding.output_of, "__defaults__", (0.5,))
-    nvidia_smi(script)
-    found, _ = look_at_gpus()
-    assert found[0].grade == grade
-    assert words in found[0].found
-
-
-def test_without_nvidia_smi_the_gpus_were_not_looked_at(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (found,), report = look_at_gpus()
-    assert (found.grade, report) == ("note", None)
-    assert "not looked at" in found.found
+    if script:
+        nvidia_smi(script)
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    (found, *_), report = look_at_gpus()
+    assert (found.grade, words in found.found) == (grade, True), found
+    assert script or report is None
 
 
 def test_links_are_read_from_the_matrix_and_graded():
@@ -185,6 +183,62 @@ def test_links_are_read_from_the_matrix_and_graded():
     assert [each.grade for each in grade_topology(parse_topology(near))] == ["ok", "note"]
     with pytest.raises(ValueError, match="no matrix"):
         parse_topology("Legend")
+
+
+def dgx(link: str, cards: int) -> str:
+    """Eight GPUs behind NVSwitches; GPU g is near the cards g of its PCIe switch."""
+    heading = "\t".join(["", *(f"GPU{gpu}" for gpu in range(8)), *(f"NIC{card}" for card in range(cards))])
+    lines = [f"\x1b[4m{heading}\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"]
+    for gpu in range(8):
+        near = ["PXB" if card * 8 // cards == gpu else "NODE" if card * 2 // cards == gpu // 4 else "SYS"
+                for card in range(cards)]  # fmt: skip
+        cells = [" X " if other == gpu else link for other in range(8)]
+        lines.append("\t".join([f"GPU{gpu}", *cells, *near, f"{gpu // 4 * 56}-{gpu // 4 * 56 + 55}", f"{gpu // 4}"]))
+    for card in range(cards):
+        others = [" X " if other == card else "SYS" for other in range(cards)]
+        cells = ["PXB" if card * 8 // cards == gpu else "SYS" for gpu in range(8)]
+        lines.append("\t".join([f"NIC{card}", *cells, *others]))
+    return "\n".join(lines) + "\n" + LEGEND
+
+
+LEGEND = "\nLegend:\n\n  X    = Self\n  NV#  = Connection traversing NVLinks\n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
+PCIE_BOX = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tPHB\tNODE\tSYS\t0-15,32-47\t0
+GPU1\tPHB\t X \tNODE\tSYS\t0-15,32-47\t0
+GPU2\tNODE\tNODE\t X \tSYS\t0-15,32-47\t0
+GPU3\tSYS\tSYS\tSYS\t X \t16-31,48-63\t1
+"""
+DESKTOP = "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tPHB\t0-31\nGPU1\tPHB\t X \t0-31\n"
+OTHER_CARDS = """\tGPU0\tGPU1\tbnxt_re0\tibp12s0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \tNV4\tPIX\tSYS\t0-23\t0
+GPU1\tNV4\t X \tSYS\tPIX\t24-47\t1
+bnxt_re0\tPIX\tSYS\t X \tSYS\t\t
+ibp12s0\tSYS\tPIX\tSYS\t X \t\t
+"""
+CONTAINER = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\nGPU0\t X \tN/A\tN/A\tN/A\nGPU1\tN/A\t X \tN/A\tN/A\n"
+
+
+def test_dgx_machines_have_nvlink_between_all_pairs_and_a_card_near_every_gpu():
+    for link, cards in (("NV12", 10), ("NV18", 12)):
+        topology = parse_topology(dgx(link, cards))
+        assert Counter(topology.between_gpus().values()) == {link: 28}
+        assert not [each for each in grade_topology(topology) if "no network card" in each.found]
+    assert (topology.nodes["GPU4"], topology.cpus["GPU7"]) == ("1", "56-111")
+
+
+def test_machines_without_nvlink_with_other_cards_or_in_a_container():
+    topology = parse_topology(PCIE_BOX + LEGEND)
+    assert Counter(topology.between_gpus().values()) == {"SYS": 3, "NODE": 2, "PHB": 1}
+    found = next(iter(grade_topology(topology)))
+    assert (found.grade, found.advice.startswith("Prefer data parallelism")) == ("warning", True)
+    topology = parse_topology(DESKTOP + LEGEND)
+    assert topology.between_gpus() == {("GPU0", "GPU1"): "PHB"}
+    assert next(iter(grade_topology(topology))).grade == "note"
+    topology = parse_topology(OTHER_CARDS + LEGEND)
+    assert topology.links["GPU0", "bnxt_re0"] == topology.links["GPU1", "ibp12s0"] == "PIX"
+    assert topology.between_gpus() == {("GPU0", "GPU1"): "NV4"}
+    topology = parse_topology(CONTAINER + LEGEND)
+    assert (topology.links, topology.cpus, topology.nodes) == ({}, {}, {})
 
 
 def test_a_field_that_a_driver_does_not_report_is_none():
@@ -219,12 +273,9 @@ def test_the_disk_test_measures_and_leaves_nothing_behind(tmp_path, monkeypatch)
     assert "MB/s, read" in found[-1].found
     assert f"{tmp_path}: " in found[0].found
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_without_space_or_rights_is_an_error(monkeypatch, tmp_path):
+    assert host._disk_speed(Path("/proc"), 1 << 40).grade == "error"
     monkeypatch.setattr(host, "TOO_LITTLE_DISK", 1 << 60)
     assert next(host.look_at_disk(tmp_path)).grade == "error"
-    assert host._disk_speed(Path("/proc"), 1 << 40).grade == "error"
 
 
 def test_the_other_checks_read_this_machine():
@@ -237,16 +288,8 @@ def test_the_other_checks_read_this_machine():
 
 # ---- software and environment ----
 
-VERSIONS = {
-    "torch": "2.13.0",
-    "cuda": "12.9",
-    "hip": None,
-    "cudnn": 91000,
-    "nccl": "2.27.3",
-    "cpu": "AVX2",
-    "threads": 2,
-}
-VERSIONS |= {"built_for": ["sm_80", "sm_90"], "cuda_problem": None}
+VERSIONS = {"torch": "2.13.0", "cuda": "12.9", "hip": None, "cudnn": 91000, "nccl": "2.27.3", "cpu": "AVX2"}
+VERSIONS |= {"threads": 2, "built_for": ["sm_80", "sm_90"], "cuda_problem": None}
 
 
 def graded(facts, problem="", report=None):
@@ -277,15 +320,14 @@ def test_compilers_are_named_or_missing(monkeypatch, tmp_path):
     assert found[f"C++ compiler: {tmp_path / 'my-c++'}"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("capability", "has_kernels"), [((9, 0), True), ((8, 6), True), ((10, 0), False), ((7, 5), False)]
-)
-def test_a_gpu_for_which_torch_has_no_kernels_is_an_error(capability, has_kernels):
-    devices = [{"name": "A", "bytes": 1, "capability": list(capability)}]
-    found = graded({"versions": VERSIONS, "devices": devices})
-    assert ("error" in found.values()) is not has_kernels
+def test_a_gpu_for_which_torch_has_no_kernels_is_an_error():
     with_ptx = VERSIONS | {"built_for": ["sm_80", "compute_90"]}
-    assert ("error" in graded({"versions": with_ptx, "devices": devices}).values()) is (capability == (7, 5))
+    for capability, has_kernels in {(9, 0): True, (8, 6): True, (10, 0): False, (7, 5): False}.items():
+        devices = [{"name": "A", "bytes": 1, "capability": list(capability)}]
+        found = graded({"versions": VERSIONS, "devices": devices})
+        assert ("error" in found.values()) is not has_kernels
+        found = graded({"versions": with_ptx, "devices": devices})
+        assert ("error" in found.values()) is (capability == (7, 5))
 
 
 def test_a_better_kernel_that_is_missing_is_a_note_on_a_gpu():
@@ -300,32 +342,31 @@ def test_a_better_kernel_that_is_missing_is_a_note_on_a_gpu():
     assert next(look_at_kernels({"kernels": kernels, "devices": []})).grade == "ok"
 
 
-@pytest.mark.parametrize(
-    ("variables", "grade"),
-    [
-        ({}, "ok"),
-        ({"CUDA_LAUNCH_BLOCKING": "0", "NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN"}, "ok"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "warning"),
-        ({"NCCL_P2P_DISABLE": "1"}, "warning"),
-        ({"TRITON_INTERPRET": "1"}, "error"),
-        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "warning"),
-        ({"NCCL_ALGO": "Tree"}, "note"),
-        ({"OMP_NUM_THREADS": "64"}, "warning"),
-        ({"OMP_NUM_THREADS": "1"}, "note"),
-        ({"OMP_NUM_THREADS": "many"}, "warning"),
-        ({"OMP_NUM_THREADS": "8"}, "ok"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "note"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "ok"),
-        ({"NCCL_SOCKET_IFNAME": "nosuch0"}, "error"),
-        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, "ok"),
-        ({"GLOO_SOCKET_IFNAME": "lo"}, "ok"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "warning"),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "ok"),
-    ],
-    ids=str,
-)
-def test_variables_are_graded_by_their_value(variables, grade):
-    found = list(look_at_environment(variables, cores=8))
+GRADES = {
+    "CUDA_LAUNCH_BLOCKING=0 NCCL_P2P_DISABLE=0 NCCL_DEBUG=WARN": "ok",
+    "CUDA_LAUNCH_BLOCKING=1": "warning",
+    "NCCL_P2P_DISABLE=1": "warning",
+    "TRITON_INTERPRET=1": "error",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING=0": "warning",
+    "NCCL_ALGO=Tree": "note",
+    "OMP_NUM_THREADS=64": "warning",
+    "OMP_NUM_THREADS=1": "note",
+    "OMP_NUM_THREADS=many": "warning",
+    "OMP_NUM_THREADS=8": "ok",
+    "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64": "note",
+    "PYTORCH_ALLOC_CONF=expandable_segments:True": "ok",
+    "NCCL_SOCKET_IFNAME=nosuch0": "error",
+    "NCCL_SOCKET_IFNAME=^docker,lo": "ok",
+    "GLOO_SOCKET_IFNAME=lo": "ok",
+    "CUDA_VISIBLE_DEVICES=": "warning",
+    "CUDA_VISIBLE_DEVICES=0,1": "ok",
+    "": "ok",
+}
+
+
+@pytest.mark.parametrize(("words", "grade"), GRADES.items())
+def test_variables_are_graded_by_their_value(words, grade):
+    found = list(look_at_environment(dict(word.split("=") for word in words.split()), cores=8))
     assert worst(found) == grade
     assert all(each.why and each.advice for each in found if each.grade != "ok")
 

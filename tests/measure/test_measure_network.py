@@ -30,16 +30,12 @@ SECRET = b"a secret of sixteen bytes or more"
 @pytest.fixture(scope="module")
 def peers():
     """Two listeners."""
-    found = []
-    for _ in range(2):
-        port = free_port()
-        ready = threading.Event()
-        threading.Thread(
-            target=listen, args=("127.0.0.1", port, SECRET, lambda _address, ready=ready: ready.set()), daemon=True
-        ).start()
-        assert ready.wait(300)
-        found.append(f"127.0.0.1:{port}")
-    return found
+    ports, ready = [free_port(), free_port()], threading.Semaphore(0)
+    for port in ports:
+        words = ("127.0.0.1", port, SECRET, lambda _address: ready.release())
+        threading.Thread(target=listen, args=words, daemon=True).start()
+    assert all(ready.acquire(timeout=300) for _ in ports)
+    return [f"127.0.0.1:{port}" for port in ports]
 
 
 def test_an_nvidia_smi_without_a_matrix_of_links_is_a_note(monkeypatch):
@@ -98,10 +94,10 @@ def test_the_interface_and_the_variables_that_follow(monkeypatch):
     assert any(line.startswith("GLOO_SOCKET_IFNAME=lo: `z2a train` sets it") for line in said)
 
 
-@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:0", "host:70000", "host:x"])
-def test_an_address_that_is_none_is_refused(text):
-    with pytest.raises(UsageError, match="Expected HOST:PORT"):
-        split_address(text)
+def test_an_address_that_is_none_is_refused():
+    for text in ("host", "host:", ":1", "host:0", "host:70000", "host:x"):
+        with pytest.raises(UsageError, match="Expected HOST:PORT"):
+            split_address(text)
 
 
 @pytest.mark.parametrize("count", COUNTS)

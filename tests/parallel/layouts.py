@@ -228,7 +228,7 @@ def course(
     state.micro_batch_samples = micro
     figures, loads, sent = [], [], CollectiveBytes()
     for step in range(steps):
-        with sent if step == steps - 1 else nullcontext():  # it slows down every operation
+        with sent if step == steps - 1 and world.size > 1 else nullcontext():  # it slows down every operation
             result = result_of(state, world, config, step, samples)
             figures.append((result.loss, result.grad_norm))
             loads.append(None if result.expert_loads is None else result.expert_loads.tolist())

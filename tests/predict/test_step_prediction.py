@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds, summary
-from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.estimate.machine import named_cluster, write_machine
 from zero2all.measure import machine_profiles as profiles
@@ -36,10 +36,8 @@ def folder(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
-def predicted(
-    gpus: int = 1, batch: BatchShape | None = None, cluster: str = "h200", overrides: list[str] | None = None
-):
-    config, _ = load_measured_config("z2all-1b", overrides or [])
+def predicted(gpus: int = 1, batch: BatchShape | None = None, cluster: str = "h200", overrides: Sequence[str] = ()):
+    config, _ = load_measured_config("z2all-1b", list(overrides))
     machine = dataclasses.replace(named_cluster(cluster), price_per_hour=2.0)
     batch = batch or BatchShape(16, 2048, 4)
     sizes = check_asked(config, batch, machine, gpus)
@@ -58,23 +56,22 @@ def test_more_gpus_have_more_tokens_a_second_and_less_memory_with_zero():
     assert 0.3 < one.as_json()["mfu"]["seed"] < 0.8
 
 
-@pytest.mark.parametrize(("gpus", "batch"), [(1, "16x2048x16"), (8, "16x2048x2"), (7, "16x2048x3"), (64, "4x2048x1")])
-def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_share_them(gpus, batch, capsys):
-    words = ["perf", "predict", "z2all-1b", "--cluster", "h100", "--gpus", str(gpus), "--json", "-"]
-    assert main([*words, "--parallel.zero", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
+def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_share_them(z2a):
+    for gpus, batch in ((1, "16x2048x16"), (8, "16x2048x2"), (7, "16x2048x3"), (64, "4x2048x1")):
+        words = ["perf", "predict", "z2all-1b", "--cluster", "h100", "--gpus", gpus, "--parallel.zero", "3"]
+        found = json.loads(z2a.done(*words, "--json", "-"))
+        assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
     of_batch = prediction_for(
         load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), PredictionTarget("h100", gpus=64)
     )
     assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_components_add_up_to_the_step(recompute):
-    found = predicted(overrides=["--train.recompute", recompute])
-    assert sum(found.components.values()) == pytest.approx(found.step.estimate)
-    assert all(seconds >= 0 for seconds in found.components.values())
+def test_components_add_up_to_the_step():
+    for recompute in ("none", "selective", "full"):
+        found = predicted(overrides=["--train.recompute", recompute])
+        assert sum(found.components.values()) == pytest.approx(found.step.estimate)
+        assert all(seconds >= 0 for seconds in found.components.values())
 
 
 def test_everything_that_is_wrong_is_said_at_once():
@@ -82,14 +79,11 @@ def test_everything_that_is_wrong_is_said_at_once():
         predicted(6, BatchShape(16, 4096, 1), overrides=["--parallel.tensor", "5"])
     for part in ("sequences of 4096 tokens are longer", "6", "  2. "):
         assert part in str(error.value)
-
-
-def test_an_unknown_cluster_gets_no_guess():
     with pytest.raises(UsageError, match="There is no cluster h900; known: a100-80g"):
         predicted(cluster="h900")
 
 
-def test_verify_prints_what_was_predicted_beside_what_was_measured(folder, monkeypatch, capsys):
+def test_verify_prints_what_was_predicted_beside_what_was_measured(folder, monkeypatch, z2a):
     def in_this_process(source, overrides, run):
         config, _ = load_measured_config(source, overrides)
         return {"status": "measured", **measure_steps(config, run.batch, 0.0, run.anatomy, 0.0)}
@@ -99,8 +93,8 @@ def test_verify_prints_what_was_predicted_beside_what_was_measured(folder, monke
     key = profiles.profile_key(torch.device("cpu"))
     machine = dataclasses.replace(named_cluster("h200"), key=key, multiprocessors=0, source="measured")
     write_machine(profiles.profile_path(key), machine)
-    assert main(["perf", "predict", "quickstart", "--verify", "--batch", str(BATCH), "--json", "x.json", *TINY]) == 0
-    printed = capsys.readouterr().out
+    words = ["--batch", BATCH, "--json", "x.json", *TINY]
+    printed = z2a.done("perf", "predict", "quickstart", "--verify", *words)
     for name in ("step, ms", "GEMM, ms", "peak allocated, GiB"):
         assert name in printed
     found = json.loads((folder / "x.json").read_text())
@@ -117,8 +111,5 @@ def test_the_figures_of_the_documentation_follow_from_the_stored_measurements():
     stored = json.loads((Path(__file__).parents[2] / "benchmarks/results/predict.json").read_text())
     for sitting in stored.values():
         assert summary(sitting["cases"]) == sitting["summary"]
-
-
-def test_the_benchmark_reserves_what_earlier_configurations_took():
     assert reserved_seconds([]) == FIRST_GUESS_SECONDS
-    assert reserved_seconds([{"wall_seconds": 10.0}, {"wall_seconds": 8.0}]) == 15.0
+    assert reserved_seconds([{"wall_seconds": 10.0}, {"wall_seconds": 8.0}]) == 15.0, "by what earlier ones took"

@@ -22,51 +22,31 @@ def preset() -> RunConfig:
     return load_config("quickstart")
 
 
-@pytest.mark.parametrize(
-    ("raw_bytes", "piece_bytes", "valid_share"),
-    [(2_000, 300, 0.1), (20_000, 333, 0.1), (300_000, 5_000, 0.1), (8_000_000, 8_000, 0.05), (10**9, 8_000, 0.02)],
-)
-def test_a_single_text_is_cut_into_enough_documents_to_hold_some_out(
-    raw_bytes: int, piece_bytes: int, valid_share: float
-) -> None:
-    chosen = cutting(raw_bytes)
-    assert (chosen["text_piece_bytes"], chosen["valid_share"]) == (piece_bytes, valid_share)
-    assert chosen["split_text_above_bytes"] == 3 * piece_bytes
+def test_a_single_text_is_cut_into_enough_documents_to_hold_some_out() -> None:
+    table = {2_000: (300, 0.1), 20_000: (333, 0.1), 300_000: (5_000, 0.1), 8_000_000: (8_000, 0.05)}
+    for raw_bytes, (piece_bytes, valid_share) in (table | {10**9: (8_000, 0.02)}).items():
+        chosen = cutting(raw_bytes)
+        assert (chosen["text_piece_bytes"], chosen["valid_share"]) == (piece_bytes, valid_share)
+        assert chosen["split_text_above_bytes"] == 3 * piece_bytes
 
 
-@pytest.mark.parametrize(
-    ("text_bytes", "size"), [(0, 320), (5_000, 320), (20_000, 768), (41_000, 1_600), (100_000, 3_072), (10**8, 3_072)]
-)
-def test_the_vocabulary_grows_with_the_text_up_to_the_presets(text_bytes: int, size: int) -> None:
-    assert vocabulary_size(text_bytes, 3_072) == size
-
-
-def test_a_vocabulary_is_learned_from_no_more_text_than_it_has_use_for(preset: RunConfig) -> None:
+def test_the_vocabulary_grows_with_the_text_and_is_learned_from_no_more_than_it_has_use_for(preset: RunConfig) -> None:
+    sizes = {0: 320, 5_000: 320, 20_000: 768, 41_000: 1_600, 100_000: 3_072, 10**8: 3_072}
+    assert {text_bytes: vocabulary_size(text_bytes, 3_072) for text_bytes in sizes} == sizes
     assert vocabulary_settings(3_000_000, preset) == {"tokenizer.vocab_size": 3_072}
     assert vocabulary_settings(10**9, preset) == {"tokenizer.vocab_size": 3_072, "tokenizer.take": "20MB"}
     assert vocabulary_settings(10**9, preset, {"tokenizer.take", "tokenizer.vocab_size"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("tokens", "seq_len", "hidden", "steps"),
-    [
-        (100, 32, 64, 2),
-        (8_000, 64, 64, 156),
-        (29_000, 64, 64, 566),
-        (60_000, 64, 96, 469),
-        (300_000, 128, 128, 630),
-        (1_200_000, 128, 192, 630),
-        (10**9, 128, 192, 630),
-    ],
-)
-def test_samples_model_and_steps_grow_with_the_text(
-    preset: RunConfig, tokens: int, seq_len: int, hidden: int, steps: int
-) -> None:
-    config = with_settings(preset, run_settings({"own-en": tokens}, preset))
-    assert (config.data.seq_len, config.model.hidden_size, config.train.steps) == (seq_len, hidden, steps)
-    assert config.data.mixture is None
-    assert config.schedule.warmup_steps <= steps
-    config_from_values(config_values(config), "that was chosen")  # which complains of what does not fit together
+def test_samples_model_and_steps_grow_with_the_text(preset: RunConfig) -> None:
+    found = {100: (32, 64, 2), 8_000: (64, 64, 156), 29_000: (64, 64, 566), 60_000: (64, 96, 469)}
+    found |= {300_000: (128, 128, 630), 1_200_000: (128, 192, 630), 10**9: (128, 192, 630)}
+    for tokens, (seq_len, hidden, steps) in found.items():
+        config = with_settings(preset, run_settings({"own-en": tokens}, preset))
+        assert (config.data.seq_len, config.model.hidden_size, config.train.steps) == (seq_len, hidden, steps)
+        assert config.data.mixture is None
+        assert config.schedule.warmup_steps <= steps
+        config_from_values(config_values(config), "that was chosen")  # which complains of what does not fit together
 
 
 def test_enough_text_gets_the_preset(preset: RunConfig) -> None:

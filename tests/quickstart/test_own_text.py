@@ -6,6 +6,7 @@ import csv
 import json
 import random
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ import pytest
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import open_workspace
+from zero2all.config import load_config
 from zero2all.corpus import BuildOptions, build_corpus
 from zero2all.corpus.report import striking_drops
 from zero2all.quickstart.own_text import corpus_in_words, look_at, too_little_in_words
+from zero2all.quickstart.pipeline import _with_vocabulary
 from zero2all.quickstart.summary import verdicts
 
 ENGLISH = re.findall(r"\w+", "the of and to in a is that it was for on are with as I his they be at one have this from")
@@ -33,29 +36,28 @@ def chinese(rng: random.Random) -> str:
     return "".join("".join(rng.choices([*words, *"的是在了" * 3], k=12)) + "。" for _ in range(6))
 
 
-def test_an_empty_folder_ends_with_3_and_the_way_on_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "texts").mkdir()
-    assert main(["quickstart", "--data", str(tmp_path / "texts"), "--work", str(tmp_path / "work")]) == 3
-    said = capsys.readouterr().err
+def write_lines(path: Path, texts: Iterable[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_too_little_text_ends_with_3_and_the_way_on_before_anything_is_written(tmp_path: Path, z2a) -> None:
+    texts, words = tmp_path / "texts", ["quickstart", "--work", tmp_path / "work", "--data"]
+    texts.mkdir()
+    said = z2a.refused(3, *words, texts)
     assert "contains no files" in said
     assert "`z2a quickstart` without --data" in said
-    assert not (tmp_path / "work").exists()
-
-
-def test_a_few_words_are_refused_before_anything_is_written(tmp_path: Path, capsys) -> None:
-    (tmp_path / "short.txt").write_text("hi!")
-    assert main(["quickstart", "--data", str(tmp_path / "short.txt"), "--work", str(tmp_path / "work")]) == 3
-    assert "short.txt has 3 B. That is too little to learn from: the quickstart needs 20 KB" in capsys.readouterr().err
-    assert not (tmp_path / "work").exists()
-
-
-def test_a_folder_of_empty_and_hidden_files_says_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("")
-    (tmp_path / ".b.txt").write_text("hidden")
+    (texts / "a.txt").write_text("")
+    (texts / ".b.txt").write_text("hidden")
     with pytest.raises(BadInputError, match=r"only files that are not read \(1 hidden, 1 empty file\)"):
-        look_at(tmp_path)
+        look_at(texts)
+    (tmp_path / "short.txt").write_text("hi!")
+    said = z2a.refused(3, *words, tmp_path / "short.txt")
+    assert "short.txt has 3 B. That is too little to learn from: the quickstart needs 20 KB" in said
+    assert not (tmp_path / "work").exists()
+    (line,) = too_little_in_words(7_600)
+    assert line.startswith("7.6 KB of text is too little")
+    assert "at least 20 KB" in line
+    assert too_little_in_words(20_000) == []
 
 
 def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
@@ -71,7 +73,7 @@ def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its
     with open(folder / "figures.csv", "w", newline="") as file:
         csv.writer(file).writerows([["x", "y"], *([number, number * 0.5] for number in range(200))])
     (folder / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0" + rng.randbytes(3000))
-    (folder / "notes.jsonl").write_text("".join(json.dumps({"text": english(rng)}) + "\n" for _ in range(5)))
+    write_lines(folder / "notes.jsonl", (english(rng) for _ in range(5)))
 
     own = look_at(folder)
     assert (own.files, own.source.channel) == (55, "auto")
@@ -96,7 +98,7 @@ def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its
 def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path: Path) -> None:
     rng = random.Random(6)
     rows = [english(rng) for _ in range(20)] + ["Menu" for _ in range(10)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{row} {n}"}) + "\n" for n, row in enumerate(rows)))
+    write_lines(tmp_path / "a.jsonl", (f"{row} {n}" for n, row in enumerate(rows)))
     workspace = open_workspace(tmp_path / "work", create=True)
     options = BuildOptions(accept_drops=True)
     report = build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], options)
@@ -107,19 +109,9 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
     assert main(loss.split("z2a ")[1].split()) == 0
 
 
-def test_text_that_is_too_little_is_named_so_and_how_much_is_wanted() -> None:
-    (line,) = too_little_in_words(7_600)
-    assert line.startswith("7.6 KB of text is too little")
-    assert "at least 20 KB" in line
-    assert too_little_in_words(20_000) == []
-
-
 def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from zero2all.config import load_config
-    from zero2all.quickstart.pipeline import _with_vocabulary
-
     rng = random.Random(7)
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": english(rng)}) + "\n" for _ in range(60)))
+    write_lines(tmp_path / "a.jsonl", (english(rng) for _ in range(60)))
     workspace = open_workspace(tmp_path / "work", create=True)
     build_corpus(workspace.corpus, [look_at(tmp_path / "a.jsonl").source], BuildOptions(accept_drops=True))
     config = _with_vocabulary(load_config("quickstart", []), workspace, 100_000, ())
@@ -138,7 +130,4 @@ def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys:
 )
 def test_bits_per_byte_are_put_into_words_beside_gzip(bits: float, is_falling: bool, words: str) -> None:
     assert words in "\n".join(verdicts({"en": {"bits_per_byte": bits, "gzip_bits_per_byte": 4.0}}, is_falling))
-
-
-def test_that_no_text_was_held_out_is_said() -> None:
-    assert "No text was held out" in "\n".join(verdicts({}, 1.0))
+    assert "No text was held out" in "\n".join(verdicts({}, is_falling))

@@ -14,7 +14,6 @@ import pytest
 
 from tests.english import english_left, prose_of_page
 from tests.processes import Z2A, Program, Start, WarmProcess
-from zero2all.cli.main import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
 from zero2all.common.workspace import Workspace
@@ -35,7 +34,7 @@ SMALL = [
     *("--schedule.warmup_steps", "4", "--checkpoint.every_steps", "7"),
     *("--validation.every_steps", "20", "--validation.tokens_per_source", "512"),
 ]
-SIZE = WorldSize(bytes_per_language=120_000, code_bytes=400_000)
+SIZE = WorldSize(bytes_per_language=60_000, code_bytes=150_000)
 RUN = f"""
 import sys
 from pathlib import Path
@@ -44,7 +43,7 @@ from zero2all.quickstart.pipeline import WorldSize, run_quickstart
 from zero2all.quickstart import raw
 from zero2all.quickstart.summary import print_summary
 every_probe = raw.probes
-raw.probes = lambda language, seed: every_probe(language, seed)[::7]
+raw.probes = lambda language, seed: every_probe(language, seed)[::21]
 journey = run_quickstart(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r})
 print_summary(journey)
 """
@@ -123,11 +122,10 @@ def test_all_tables_lie_in_a_file(finished: tuple[Path, str]) -> None:
         assert f"\n| {name} " in text
     assert "P(Paris | The capital of France is)" in text
     assert "P(北京 | 中国的首都是)" in text
+    assert read_json(finished[0] / "runs/quickstart/eval/untrained.json")["accuracy"] < 0.1
 
 
-def test_every_display_of_the_held_out_loss_shows_the_one_that_training_recorded(
-    finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_display_of_the_held_out_loss_shows_the_one_that_training_recorded(finished: tuple[Path, str], z2a):
     work, output = finished
     report = work / "runs/quickstart/eval/step-00000040.json"
     before, recorded = read_json(report), read_run(work / "runs/quickstart").series
@@ -142,18 +140,12 @@ def test_every_display_of_the_held_out_loss_shows_the_one_that_training_recorded
         assert f"{channel} {bits:.2f}" in next(line for line in output.splitlines() if line.startswith("Held-out text"))
         assert table[channel][1] == f"{bits:.3f}"
         assert before["held_out"][channel]["bits_per_byte"] == bits
-    assert main(["runs", "--work", str(work)]) == 0
-    shown = capsys.readouterr().out
+    shown = z2a.done("runs", "--work", work)
     assert "training loss  held-out loss" in shown
     assert f" {loss:.4f} " in shown
-    assert main(["eval", "quickstart", "--work", str(work)]) == 0
-    assert f"  {'all':<18} {loss:>8.4f}" in capsys.readouterr().out
+    assert f"  {'all':<18} {loss:>8.4f}" in z2a.done("eval", "quickstart", "--work", work)
     assert read_json(report)["held_out"] == before["held_out"], "the same figures, and no report set aside"
     assert not list(report.parent.glob("*earlier*"))
-
-
-def test_untrained_model_knows_no_fact(finished: tuple[Path, str]) -> None:
-    assert read_json(finished[0] / "runs/quickstart/eval/untrained.json")["accuracy"] < 0.1
 
 
 IN_CHINESE = f'import os\nos.environ["Z2A_LANG"] = "zh"\n{RUN}'
@@ -163,10 +155,7 @@ from pathlib import Path
 from tests.moments import signal_when
 signal_when(lambda: any(Path(sys.argv[1]).glob({pattern!r})))
 """
-MOMENTS = {
-    "while the corpus is built": "corpus/.build",
-    "in training": "runs/quickstart/checkpoints/step-00000007",
-}
+MOMENTS = {"while the corpus is built": "corpus/.build", "in training": "runs/quickstart/checkpoints/step-00000007"}
 
 
 def test_killed_again_and_again_the_journey_ends_with_the_same_bits_and_speaks_chinese_throughout(
@@ -194,39 +183,11 @@ def test_killed_again_and_again_the_journey_ends_with_the_same_bits_and_speaks_c
     assert "语料报告" in report
 
 
-def test_a_second_run_finds_everything_done(finished: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    before = last_checkpoint(finished[0])
-    journey = run_quickstart(load_config("quickstart", SMALL), finished[0], size=SIZE)
-    assert {stage.name for stage in journey.stages if stage.done_before} >= {"raw data", "tokenizer", "pack", "train"}
-    assert last_checkpoint(finished[0]) == before
-    assert "(done before)" in capsys.readouterr().out
-
-
 @pytest.fixture(scope="module")
 def novel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One text of 20 KB in a folder of its own."""
-    words = [
-        "sun",
-        "moon",
-        "river",
-        "stone",
-        "bird",
-        "tree",
-        "house",
-        "road",
-        "light",
-        "dark",
-        "small",
-        "great",
-        "the",
-        "of",
-        "and",
-        "to",
-        "in",
-        "that",
-        "was",
-        "with",
-    ]
+    text = "sun moon river stone bird tree house road light dark small great the of and to in that was with"
+    words = re.findall(r"\w+", text)
     rng = random.Random(1)
     sentences = [" ".join(rng.choices(words, k=rng.randint(5, 12))).capitalize() + "." for _ in range(440)]
     paragraphs = [" ".join(sentences[first : first + 4]) for first in range(0, len(sentences), 4)]
@@ -250,37 +211,20 @@ def own(warm: WarmProcess, novel: Path, tmp_path_factory: pytest.TempPathFactory
 
 def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(own: tuple[Path, str]) -> None:
     work, output = own
-    for words in (
-        "3 files, 2",  # how much there is
-        "on two idle CPU cores",  # how long it takes
-        "documents kept",
-        "code   0 of 1 documents kept",
-        "left out: cover.jpg (binary)",
-        "not trained on: novel-code, 0 tokens",
-        "vocabulary of ",
-        "samples of 64 tokens",
-        "15 steps",
-        "as you asked",
-        "gzip -9",
-        f"z2a generate quickstart --work {work} --prompt",
-        f"In {work}: summary.md",
-    ):
-        assert words in output, words
+    looked = ("3 files, 2", "on two idle CPU cores", "left out: cover.jpg (binary)")  # how much, and how long it takes
+    kept = ("documents kept", "code   0 of 1 documents kept", "not trained on: novel-code, 0 tokens")
+    chosen = ("vocabulary of ", "samples of 64 tokens", "15 steps", "as you asked", "gzip -9")
+    ends = (f"z2a generate quickstart --work {work} --prompt", f"In {work}: summary.md")
+    assert [words for words in (*looked, *kept, *chosen, *ends) if words not in output] == []
     config = load_config(work / "runs/quickstart/config.yaml")
     assert config.tokenizer.vocab_size < 3072
-    assert config.model.hidden_size == 64
-    assert config.train.steps == 15
-
-
-def test_a_single_small_text_is_cut_so_that_some_of_it_is_held_out_and_cleaned_with_rules(
-    own: tuple[Path, str],
-) -> None:
-    report = read_json(own[0] / "corpus/report.json")
+    assert (config.model.hidden_size, config.train.steps) == (64, 15)
+    report = read_json(work / "corpus/report.json")
     assert list(report["sources"]) == ["novel-code", "novel-en"]
-    assert report["sources"]["novel-en"]["valid_records"] >= 1
+    assert report["sources"]["novel-en"]["valid_records"] >= 1, "it is cut so that some of it is held out"
     assert report["options"]["rules"] == "default"
     assert report["options"]["dedup"]["near"] != "off"
-    (evaluation,) = (own[0] / "runs/quickstart/eval").glob("step-*.json")
+    (evaluation,) = (work / "runs/quickstart/eval").glob("step-*.json")
     assert read_json(evaluation)["held_out"]["en"]["gzip_bits_per_byte"] > 1
 
 
@@ -328,11 +272,13 @@ def test_the_same_command_again_chooses_the_same_and_finds_everything_done_and_s
     own: tuple[Path, str], novel: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("Z2A_LANG", "zh")
+    before = (own[0] / "runs/quickstart/config.yaml").read_bytes()
     overrides = ["--train.steps", "15"]
     journey = run_quickstart(
         load_config("quickstart", overrides), own[0], look_at(novel), given=given_fields(overrides)
     )
-    assert "train" in {stage.name for stage in journey.stages if stage.done_before}
+    assert {stage.name for stage in journey.stages if stage.done_before} >= {"tokenizer", "pack", "train"}
+    assert (own[0] / "runs/quickstart/config.yaml").read_bytes() == before
     assert len(journey.samples) == 2
     said = capsys.readouterr()
     assert english_left(said.out + said.err) == []
@@ -354,13 +300,9 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(
 def test_a_vocabulary_of_ones_own_that_is_too_large_names_the_flag_the_quickstart_has(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text("A few words, however well chosen, do not fill a large vocabulary.")
     overrides = ["--tokenizer.vocab_size", "900"]
+    own = look_at(tmp_path / "own.txt")
     with pytest.raises(BadInputError, match=r"--tokenizer.vocab_size asks for 900.* set it to \d+ or less") as caught:
-        run_quickstart(
-            load_config("quickstart", overrides),
-            tmp_path / "work",
-            look_at(tmp_path / "own.txt"),
-            given=given_fields(overrides),
-        )
+        run_quickstart(load_config("quickstart", overrides), tmp_path / "work", own, given=given_fields(overrides))
     assert "--vocab-size" not in str(caught.value)
     assert not (tmp_path / "work/tokenizer").exists()
 

@@ -56,14 +56,10 @@ def test_code_is_parquet_in_small_row_groups(folder: Path) -> None:
     assert [row["content"] for row in rows] == list(programs(CODE_BYTES, SEED))
 
 
-def test_probes_file_holds_every_probe(folder: Path) -> None:
+def test_the_files_of_questions_hold_every_probe_and_every_pair(folder: Path) -> None:
     expected = [asdict(probe) for name in ("en", "zh") for probe in probes(name, SEED)]
     assert rows_of(folder, raw.PROBES_NAME) == json.loads(json.dumps(expected))
-
-
-def test_pairs_file_holds_every_pair(folder: Path) -> None:
-    expected = [pair for name in ("en", "zh") for pair in pairs(name, SEED)]
-    assert read_pairs(folder / raw.PAIRS_NAME) == expected
+    assert read_pairs(folder / raw.PAIRS_NAME) == [pair for name in ("en", "zh") for pair in pairs(name, SEED)]
 
 
 def test_manifest_counts_what_was_written(folder: Path) -> None:

@@ -34,18 +34,21 @@ def corpus_text(name: str) -> str:
     return "\n".join(document.text for document in corpus(name))
 
 
-def find_leaks(text: str, language: str, seed: int) -> list[Probe]:
-    """The probes whose prompt and answer stand together somewhere in `text`; case and line breaks do not matter.
-
-    In digits, `3 + 4 = 7` is not found inside `13 + 4 = 17`.
-    """
+def find_leaks(text: str, language: str) -> list[Probe]:
+    """The probes whose prompt and answer stand together somewhere; case and line breaks do not matter. In digits,
+    `3 + 4 = 7` is not found inside `13 + 4 = 17`."""
     flat = flatten(text)
-    leaked = []
-    for probe in probes(language, seed):
-        told = flatten(probe.prompt + probe.joiner + probe.answer)
-        if told in flat and re.search(rf"(?<!\d){re.escape(told)}(?!\d)", flat):
-            leaked.append(probe)
-    return leaked
+    told = [(probe, flatten(probe.prompt + probe.joiner + probe.answer)) for probe in probes(language, SEED)]
+    likely = [(probe, words) for probe, words in told if words in flat]
+    return [probe for probe, words in likely if re.search(rf"(?<!\d){re.escape(words)}(?!\d)", flat)]
+
+
+@both_languages
+def test_no_probe_stands_in_the_text_and_one_that_did_would_be_found(name: str) -> None:
+    assert find_leaks(corpus_text(name), name) == []
+    for probe in probes(name, SEED)[::30]:
+        printed = f"... {probe.prompt}{probe.joiner}{probe.answer}.".upper().replace(" ", "\n")
+        assert find_leaks(printed, name) == [probe]
 
 
 def variants(template: str) -> list[str]:
@@ -59,14 +62,7 @@ def flatten(text: str) -> str:
 
 
 @both_languages
-def test_another_seed_gives_another_text_and_other_held_out_wordings(name: str) -> None:
-    first, second = (next(documents(name, TEXT_BYTES, seed)) for seed in (1, 2))
-    assert first != second
-    assert LANGUAGES[name].held_out(1) != LANGUAGES[name].held_out(2)
-
-
-@both_languages
-def test_text_reaches_its_size_and_keeps_its_proportions(name: str) -> None:
+def test_text_reaches_its_size_in_its_proportions_without_repeats_or_empty_slots_and_another_seed_changes_it(name: str):
     sizes: Counter[str] = Counter()
     for document in corpus(name):
         sizes["facts" if document.family == "quiz" else document.family] += len(document.text.encode())
@@ -74,21 +70,10 @@ def test_text_reaches_its_size_and_keeps_its_proportions(name: str) -> None:
     assert TEXT_BYTES <= total < TEXT_BYTES + 5_000
     for group, share in SHARES.items():
         assert sizes[group] / total == pytest.approx(share, abs=0.01)
-
-
-@both_languages
-def test_no_document_occurs_twice(name: str) -> None:
     assert len({document.text for document in corpus(name)}) == len(corpus(name))
-
-
-@both_languages
-def test_no_slot_is_left_unfilled(name: str) -> None:
     assert not [document for document in corpus(name) if re.search(r"[{}]", document.title + document.text)]
-
-
-@both_languages
-def test_held_out_wordings_and_new_wordings_never_occur(name: str) -> None:
-    assert find_leaks(corpus_text(name), name, SEED) == []
+    assert next(documents(name, TEXT_BYTES, 1)) != next(documents(name, TEXT_BYTES, 2))
+    assert LANGUAGES[name].held_out(1) != LANGUAGES[name].held_out(2)
 
 
 @both_languages
@@ -108,13 +93,6 @@ def test_no_new_wording_is_printed_of_any_fact_in_any_frame_or_after_any_lead_in
         for fact in relation.facts:
             told = [flatten(fact.told(wording.partition("{a}")[0] + "{a}")) for wording in relation.new_wordings]
             assert [each for each in told if each in flat] == []
-
-
-@both_languages
-def test_leak_search_finds_a_probe_that_was_printed(name: str) -> None:
-    for probe in probes(name, SEED):
-        printed = f"... {probe.prompt}{probe.joiner}{probe.answer}.".upper().replace(" ", "\n")
-        assert find_leaks(printed, name, SEED) == [probe]
 
 
 @both_languages
@@ -177,22 +155,6 @@ def test_there_are_at_most_eighty_facts_and_thirty_wordings_at_least(name: str) 
 
 
 @both_languages
-def test_no_answer_is_the_beginning_of_another_in_its_family(name: str) -> None:
-    answers: dict[str, set[str]] = {}
-    for probe in probes(name, SEED):
-        answers.setdefault(probe.family, set()).update((probe.answer, *probe.foils))
-    for family in answers.values():
-        clashes = [(a, b) for a in family for b in family if a != b and b.startswith(a)]
-        assert clashes == []
-
-
-@both_languages
-def test_answers_are_short(name: str) -> None:
-    for probe in probes(name, SEED):
-        assert len(probe.answer) <= 4 if name == "zh" else len(probe.answer.split()) <= 3
-
-
-@both_languages
 def test_probes_are_whole(name: str) -> None:
     language, found = LANGUAGES[name], probes(name, SEED)
     assert len({probe.id for probe in found}) == len(found)
@@ -200,6 +162,7 @@ def test_probes_are_whole(name: str) -> None:
     assert sum(probe.new_wording for probe in of_facts) == len(language.facts)
     assert sum(not probe.new_wording for probe in of_facts) == 2 * len(language.facts)
     assert len(found) - len(of_facts) == 30
+    answers: dict[str, set[str]] = {}
     for probe in found:
         assert probe.channel == name
         assert probe.prompt == probe.prompt.strip()
@@ -207,14 +170,16 @@ def test_probes_are_whole(name: str) -> None:
         assert probe.joiner in (language.joiner, " ", "\n", "")
         assert probe.answer not in probe.foils
         assert 5 <= len(set(probe.foils)) == len(probe.foils) <= 10
+        assert len(probe.answer) <= 4 if name == "zh" else len(probe.answer.split()) <= 3
+        answers.setdefault(probe.family, set()).update((probe.answer, *probe.foils))
+    for family in answers.values():
+        assert [(a, b) for a in family for b in family if a != b and b.startswith(a)] == [], "no beginning of another"
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 12345])
-def test_documented_probes_are_held_out_for_any_seed(seed: int) -> None:
-    english = {(probe.prompt, probe.joiner, probe.answer) for probe in probes("en", seed)}
-    chinese = {(probe.prompt, probe.joiner, probe.answer) for probe in probes("zh", seed)}
-    assert ("The capital of France is", " ", "Paris") in english
-    assert ("中国的首都是", "", "北京") in chinese
+def test_documented_probes_are_held_out_for_any_seed() -> None:
+    for seed in (0, 1, 2, 12345):
+        for name, asked in (("en", ("The capital of France is", " ", "Paris")), ("zh", ("中国的首都是", "", "北京"))):
+            assert asked in {(probe.prompt, probe.joiner, probe.answer) for probe in probes(name, seed)}
 
 
 def parsed_calculations(name: str) -> list[tuple[str, int, int, int]]:
@@ -236,30 +201,22 @@ def parsed_calculations(name: str) -> list[tuple[str, int, int, int]]:
 
 
 @both_languages
-def test_printed_calculations_are_right(name: str) -> None:
+def test_printed_calculations_are_right_and_held_out_ones_are_asked_but_never_printed_in_either_order(
+    name: str,
+) -> None:
     found = parsed_calculations(name)
     assert len(found) > 2_000
     assert [one for one in found if one[3] != (one[1] + one[2] if one[0] == "+" else one[1] - one[2])] == []
-
-
-@both_languages
-def test_held_out_calculations_never_occur_in_either_order(name: str) -> None:
     for_text, held_out = LANGUAGES[name].calculations(SEED)
     assert 0.14 <= len(held_out) / (len(for_text) + len(held_out)) <= 0.16
-    printed = {(operator, left, right) for operator, left, right, _ in parsed_calculations(name)}
+    printed = {(operator, left, right) for operator, left, right, _ in found}
     assert printed == {(one.operator, one.left, one.right) for one in for_text}
     for one in held_out:
         assert (one.operator, one.left, one.right) not in printed
         assert one.operator == "-" or (one.operator, one.right, one.left) not in printed
-
-
-@both_languages
-def test_arithmetic_probes_ask_held_out_calculations(name: str) -> None:
-    _, held_out = LANGUAGES[name].calculations(SEED)
     expected = {f"{name}/arithmetic/{one.left}{one.operator}{one.right}": str(one.result) for one in held_out}
-    for probe in probes(name, SEED):
-        if probe.family == "arithmetic":
-            assert expected[probe.id] == probe.answer
+    asked = {probe.id: probe.answer for probe in probes(name, SEED) if probe.family == "arithmetic"}
+    assert asked.items() <= expected.items()
 
 
 @both_languages

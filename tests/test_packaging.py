@@ -1,9 +1,11 @@
-"""requirements.lock: what installed packages ask of one another is met by its pins, on every machine of the promise.
+"""pyproject.toml and requirements.lock: every file of the package that is not Python is in a wheel, and what installed
+packages ask of one another is met by the pins, on every machine of the promise.
 
-This looks at the packages that are installed here, so an ordinary torch (with CUDA) checks more than a CPU build.
+The latter looks at the packages that are installed here, so an ordinary torch (with CUDA) checks more than a CPU build.
 `make lock` asks a registry and sees all of them.
 """
 
+import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -13,6 +15,21 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
+
+
+def test_data_files_are_declared():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    declared = {path for name, globs in patterns.items() for glob in globs for path in _files(name, glob)}
+    ours = {path for path in (ROOT / "zero2all").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in ours - declared if path.suffix not in (".py", ".pyc")} == set()
+    assert all(_files(name, glob) for name, globs in patterns.items() for glob in globs if "vendor" not in glob)
+
+
+def _files(package: str, glob: str) -> list[Path]:
+    """What a line of package-data covers; `*` is every package."""
+    return list((ROOT / "zero2all").rglob(glob) if package == "*" else ROOT.joinpath(*package.split(".")).glob(glob))
+
+
 PINS = {
     canonicalize_name(name): version
     for name, _, version in (line.partition("==") for line in (ROOT / "requirements.lock").read_text().splitlines())
