@@ -23,11 +23,12 @@ from tests.simulated_rank import CollectiveBytes
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
+from zero2all.model.init import generator_of
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Mesh, make_mesh
-from zero2all.parallel.parameter_table import draw
+from zero2all.parallel.parameter_table import draw, trained_table
 from zero2all.parallel.world import World
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -115,11 +116,13 @@ def run_config(
     recompute: str = "none",
     documents: bool = False,
     z_loss: float = 0.0,
+    lora: int | None = None,
     **model: Any,
 ) -> RunConfig:
     """The config of the small run."""
     values = {
         "data": {"seq_len": SEQ_LEN, "document_mask": documents},
+        "finetune": {"lora": {"rank": lora}},
         "model": {**MODEL.__dict__, "rope_scaling": {}, "moe": {}, **model},
         "train": {
             "name": "small",
@@ -140,8 +143,15 @@ def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
     dtype = DTYPES[config.train.precision]
     state = empty_state(config, world, resolve(config.ops, op_context(config, "cpu", dtype)))
     state.micro_batch_samples = MICRO
-    with state.weights.masters_between_steps() as masters:
-        draw(masters, state.model.config, seed)
+    with state.model_tensors() as tensors, torch.no_grad():
+        parts = {name.removeprefix("model/"): part for name, part in tensors.items()}
+        draw(parts, state.model.config, seed)
+        for one in trained_table(state.model.config, state.model.lora):
+            if ".lora." in one.name and one.name in parts:  # B is not zero: A would learn nothing in the first step
+                values = torch.randn(one.shape, generator=generator_of(seed, one.name), dtype=torch.float64) / 4
+                part = parts[one.name]
+                flat = values[part.box.slices].reshape(-1)[part.start : part.start + part.values.numel()]
+                part.values.copy_(flat.view(part.values.shape))
     state.weights.publish_masters()
     return state
 
@@ -207,6 +217,7 @@ def course(
     dtype: str = "float64",
     qk_norm: bool = False,
     with_tensors: bool = True,
+    lora: int | None = None,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -218,6 +229,7 @@ def course(
         recompute=recompute,
         documents=documents,
         z_loss=z_loss,
+        lora=lora,
         tied_embeddings=tied,
         # Larger weights: with short steps in the direction of a head, a rounding would grow by 10^10 in 20 steps.
         **({"qk_norm": True, "init_qk_gain": 1.5, "init_std": None, "embedding_norm": True} if qk_norm else {}),

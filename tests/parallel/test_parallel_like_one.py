@@ -24,7 +24,7 @@ from zero2all.train.optimizers.factory import cut_of
 from zero2all.train.step_stats import SCALARS
 
 STEPS = 2
-MODEL_FIELDS = ("optimizer", "tied", "model", "documents", "recompute", "z_loss", "micro", "dtype", "steps")
+MODEL_FIELDS = ("optimizer", "tied", "lora", "model", "documents", "recompute", "z_loss", "micro", "dtype", "steps")
 """What a case has in common with the run of one process; the rest spreads it."""
 BIASES = {"attention_bias": "all", "mlp_bias": True, "qk_norm": True, "init_qk_gain": 1.5}
 TWO, FIVE = {"layers": 2}, {"model": {"layers": 5}}
@@ -58,6 +58,11 @@ CASES = {
         "gpipe, fewer passes than stages": {"pipeline": 2, "schedule": "gpipe", "micro": 8, **FIVE},
         "expert, ZeRO-1, recompute": {"zero": 1, "expert": 2, "recompute": "full", "model": MOE},
         "expert, ZeRO-2, muon": {"zero": 2, "expert": 2, "optimizer": "muon", "model": MOE},
+        "LoRA, ZeRO-2, experts": {"zero": 2, "lora": 3, "model": MOE},
+        "LoRA, ZeRO-3": {"zero": 3, "lora": 3, "model": {**BIASES, **TWO}},
+        "LoRA, tensor": {"tensor": 2, "copy_kv_heads": True, "lora": 3, "model": {**BIASES, "kv_heads": 1, **TWO}},
+        "LoRA, pipeline": {"pipeline": 2, "schedule": "zero_bubble", "lora": 3, **FIVE},
+        "LoRA, ulysses": {"context": 2, "lora": 3, "documents": True, "recompute": "selective"},
     },
     4: {
         "ulysses, one kv head": {"context": 4, "model": {"heads": 4, "kv_heads": 1}},
@@ -69,6 +74,8 @@ CASES = {
         "four stages": {"pipeline": 4, **FIVE},
         "interleaved, ZeRO-1": {**INTERLEAVED, "zero": 1},
         "pipeline, ZeRO-3": {"pipeline": 2, "zero": 3, **FIVE},
+        "LoRA, tensor x ZeRO-1": {"tensor": 2, "zero": 1, "lora": 3, "model": TWO},
+        "LoRA, tensor x ZeRO-3": {"tensor": 2, "zero": 3, "lora": 3, "model": TWO},
         "replicate x zero_bubble": {"pipeline": 2, "schedule": "zero_bubble", **FIVE},
     },
 }

@@ -26,10 +26,13 @@ SHOWN_REASONS = 6
         (default 0)
     --valid-share X:float>=0..0.5 =0.02  share of the conversations that is held out (default 0.02)
     --step
+    --lora RANK:int>=1            train adapters of this rank (such as 16) instead of all weights: far less memory, ten
+        times the learning rate; finetune.lora.* has the rest
     --prepare                     write the run and stop; `z2a train` begins it
     --section.field
 
     z2a sft my-run --data chats.jsonl --work my-workspace
+    z2a sft my-run --data chats.jsonl --lora 16 --work my-workspace
     z2a sft path/to/huggingface-folder --data alpaca.json more/ --work new-workspace --epochs 3
     """)
 def _sft(arguments: argparse.Namespace) -> int:
@@ -48,6 +51,7 @@ def _sft(arguments: argparse.Namespace) -> int:
         arguments.replay,
         arguments.valid_share,
         arguments.step,
+        arguments.lora,
         arguments.overrides,
     )
     prepared = prepare_sft(arguments.model, Workspace(arguments.work), options)

@@ -355,7 +355,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
         limit = config.model.max_seq_len
         found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
-    if sound("finetune", "model", "optim") and config.finetune.lora.rank:
+    if sound("finetune", "model", "optim", "parallel", "diloco") and config.finetune.lora.rank:
         found.extend(_lora_problems(config))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
@@ -390,13 +390,19 @@ def _stage_length_problems(seq_len: int | None, place: str, config: RunConfig) -
 
 
 def _lora_problems(config: RunConfig) -> list[Problem]:
-    """Experts have no adapters, and Muon is no optimizer for them."""
+    """Experts have no adapters, Muon is no optimizer for adapters, and what is sent or moved is the whole model."""
     lora, found = config.finetune.lora, []
     if config.model.moe.experts and set(lora.targets or ()) - set(LORA_TARGETS[:4]):
         expected = f"some of {', '.join(LORA_TARGETS[:4])}: in a model with experts only attention has adapters"
         found.append(Problem("finetune.lora.targets", lora.targets, expected))
     if config.optim.kind == "muon":
         found.append(Problem("optim.kind", "muon", "adamw (or adamw_8bit, adamw_bf16) where finetune.lora.rank is set"))
+    if config.parallel.offload != "none":
+        expected = "none where finetune.lora.rank is set: the states of adapters are small"
+        found.append(Problem("parallel.offload", config.parallel.offload, expected))
+    if config.diloco.groups:
+        expected = "left out where finetune.lora.rank is set: groups exchange all weights"
+        found.append(Problem("diloco.groups", config.diloco.groups, expected))
     return found
 
 

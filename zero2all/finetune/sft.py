@@ -27,6 +27,7 @@ from zero2all.config import ConfigError, RunConfig, config_from_values, config_v
 from zero2all.exchange import import_folder
 from zero2all.finetune.data import SOURCE, DataOptions, inputs_of, pack_conversations
 from zero2all.infer.load import LoadedModel, load_model
+from zero2all.model.lora import initial_adapters
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.mixture import source_weights
 from zero2all.packed.remote import packed_root
@@ -43,6 +44,8 @@ BASE_SHARE = 1 / 3
 """Of the base run's highest learning rate. Published rates of fine-tuning stand at 0.3 to 0.8 of pretraining's."""
 IMPORTED_RATES = ((0.5e9, 3e-4), (2e9, 1e-4), (math.inf, 2e-5))
 """By parameters, for models whose pretraining rate is not known."""
+LORA_RATE = 10
+"""Times the rate of full fine-tuning: the best rate of adapters is that much higher, at every rank."""
 FEWEST_STEPS = 40
 """A set so small that it would be read in fewer steps gets smaller steps."""
 WARMUP_SHARE = 0.05
@@ -67,6 +70,8 @@ class SftOptions:
     """Share of the conversations that is held out."""
     step: Step = None
     """Which checkpoint of the base run. None: the newest."""
+    lora: int | None = None
+    """Rank of the adapters that are trained instead of the weights. None: all weights are trained."""
     overrides: Sequence[str] = ()
     """Fields of the config."""
     replace: bool = False
@@ -133,7 +138,8 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     with staged_folder(run) as partial:
         save_run_config(config, partial)
         write_json(partial / FINETUNE_FILE, record)
-        weights_by_name = {f"model/{name}": tensor for name, tensor in loaded.weights().items()}
+        adapters = initial_adapters(config.model, config.finetune.lora, config.train.seed)
+        weights_by_name = {f"model/{name}": tensor for name, tensor in (loaded.weights() | adapters).items()}
         snapshot = Snapshot.of_tensors(weights_by_name, {"step": 0, "tokens": 0})
         write_checkpoint(partial, 0, snapshot, {"inputs": record["config"], **details})
     return PreparedRun(run, config, report, is_new=True)
@@ -184,7 +190,12 @@ def _config(
     steps = max(2, math.ceil(read / samples))
     often = max(1, steps // 4)
     is_imported = not loaded.tokens and loaded.config.optim == RunConfig().optim
-    lr = options.lr or (_imported_rate(loaded) if is_imported else loaded.config.optim.lr_max * BASE_SHARE)
+    if options.lora:  # the rates of Muon are no rates of AdamW
+        is_imported |= values["optim"]["kind"] == "muon"
+        values["optim"] = {**config_values(RunConfig())["optim"], "clip_grad_norm": values["optim"]["clip_grad_norm"]}
+        values["parallel"]["offload"] = "none"
+    lr = _imported_rate(loaded) if is_imported else loaded.config.optim.lr_max * BASE_SHARE
+    lr = options.lr or lr * (LORA_RATE if options.lora else 1)
     changes: dict[str, dict[str, Any]] = {
         "data": {
             **{"packed": str(folder), "mixture": mixture, "seq_len": seq_len, "max_epochs": None},
@@ -195,6 +206,7 @@ def _config(
             "micro_batch_samples": _micro_batch(values["train"]["micro_batch_samples"], samples),
         },
         "optim": {"lr_max": float(f"{lr:.4g}"), "weight_decay": 0.0},
+        "finetune": {"lora": {"rank": options.lora}},
         "schedule": {
             "kind": "linear",
             "warmup_steps": min(100, max(1, int(WARMUP_SHARE * steps))),

@@ -22,6 +22,7 @@ from zero2all.config.training import model_at
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
 from zero2all.model.init import without_weights
+from zero2all.model.lora import initial_adapters, merge
 from zero2all.model.moe import routers
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all
@@ -176,9 +177,16 @@ def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype
         checkpoint = read_checkpoint(folder)
         check_bytes(checkpoint, (INDEX_NAME, STATE_NAME))
         filled.clear()  # a damaged one is given up before memory is taken for the next
-        model = empty_model(_at(checkpoint, config).model, READY_OPS, device, dtype)
-        parts = model_parts(model).items()
-        checkpoint.load_checked({f"{checkpoint.model_group}/{name}": part.values for name, part in parts})
+        lora = config.finetune.lora
+        wide = torch.float32 if lora.rank else dtype  # W + scale B A is rounded once
+        model = empty_model(_at(checkpoint, config).model, READY_OPS, device, wide)
+        weights = {name: part.values for name, part in model_parts(model).items()}
+        adapters = {name: values.to(device) for name, values in initial_adapters(model.config, lora, 0).items()}
+        stored = {f"{checkpoint.model_group}/{name}": values for name, values in (weights | adapters).items()}
+        checkpoint.load_checked(stored)
+        merge(weights, adapters, model.config, lora)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
         filled[checkpoint.step] = model
         return checkpoint
 

@@ -35,12 +35,16 @@ def initial_values(name: str, shape: tuple[int, ...], kind: ParameterKind, confi
     std = config.matrix_std / math.sqrt(2 * config.layers) if is_into_residual else config.matrix_std
     if kind in ("embedding", "head"):
         std = config.head_std if kind == "head" else config.init_embedding_std or std
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    values.normal_(0.0, std, generator=generator)
+    values.normal_(0.0, std, generator=generator_of(seed, name))
     if kind in ("embedding", "head"):
         values[config.vocab_ids :] = 0.0  # padding
     return values
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """What draws the values of one parameter."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 @contextmanager

@@ -18,13 +18,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import LoraConfig, ModelConfig
 from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.rope import rope_tables
 from zero2all.ops.precision import widened
 from zero2all.ops.registry import Ops
 from zero2all.ops.rms_norm import eager_rms_norm
 from zero2all.ops.rope import QkNorm
+
+
+class Linear(nn.Linear):
+    """A matrix of a block. `lora`: its adapters, where it has some (`zero2all.model.lora`)."""
+
+    lora: nn.Module | None
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.register_module("lora", None)
+
+
+def adapted(ops: Ops, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., inputs) -> (..., outputs): W x + bias, and what the adapters add."""
+    y = ops.linear(x, layer.weight, bias)
+    return y if layer.lora is None else y + layer.lora(x)
 
 
 class RMSNorm(nn.Module):
@@ -49,19 +65,19 @@ class Attention(nn.Module):
         self.ops, self.dropout = ops, config.attention_dropout
         self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
         rows = (config.heads + 2 * config.kv_heads) * config.head_size
-        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
-        self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
+        self.qkv = Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
+        self.out = Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """(B, T, C) -> (B, T, C). `documents` is what `ops.prepare_documents` returned."""
-        return self.ops.linear(self.mix(x, cos, sin, documents), self.out.weight, self.out.bias)
+        return adapted(self.ops, self.out, self.mix(x, cos, sin, documents), self.out.bias)
 
     def mix(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """The same before the output projection: (B, T, C) -> (B, T, Hq D)."""
         B, T, _ = x.shape
-        qkv = self.ops.linear(x, self.qkv.weight, self.qkv.bias).view(B, T, -1, self.head_size)
+        qkv = adapted(self.ops, self.qkv, x, self.qkv.bias).view(B, T, -1, self.head_size)
         query, key, value = self.ops.rope(qkv, cos, sin, self.heads, self.kv_heads, self.qk_norm)  # each (B, H, T, D)
         dropout = self.dropout if self.training else 0.0
         mixed = self.ops.attention(query, key, value, dropout, documents)  # (B, Hq, T, D)
@@ -82,13 +98,19 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, inner: int, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up_pairs = nn.Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
-        self.down = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_pairs = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
+        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        pairs, down = self.gate_up_pairs, self.down
-        return self.ops.feed_forward(x, (pairs.weight, pairs.bias), (down.weight, down.bias))
+        return self.compute(x, self.down.bias)
+
+    def compute(self, x: Tensor, down_bias: Tensor | None) -> Tensor:
+        """The same with this bias at the end: fused where `ops` can do that and there are no adapters."""
+        pairs, down, ops = self.gate_up_pairs, self.down, self.ops
+        if pairs.lora is None and down.lora is None:
+            return ops.feed_forward(x, (pairs.weight, pairs.bias), (down.weight, down_bias))
+        return adapted(ops, down, ops.swiglu(adapted(ops, pairs, x, pairs.bias)), down_bias)
 
 
 class Block(nn.Module):
@@ -138,6 +160,8 @@ class Z2all(nn.Module):
     def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
         self.config, self.ops = config, ops
+        self.lora = LoraConfig()
+        """Which adapters it has (`zero2all.model.lora.add_adapters`)."""
         self.arrange: Callable[[Sequence[nn.Module]], Sequence[Callable[..., Any]]] | None = None
         """How the blocks of a pass are called (`zero2all.model.recompute`); None: one after the other."""
         self.embedding = nn.Embedding(config.vocab_rows, config.hidden_size)

@@ -56,7 +56,8 @@ class _DeferrableLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        now_or_later(partial(_add_product, ctx.weight, dy, x))
+        if ctx.needs_input_grad[1]:
+            now_or_later(partial(_add_product, ctx.weight, dy, x))
         return dy @ ctx.weight, None
 
 

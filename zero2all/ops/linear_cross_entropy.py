@@ -96,13 +96,16 @@ class LossResults(NamedTuple):
 
     @staticmethod
     def empty(given: Given, needed: bool, head_rows: int | None = None) -> LossResults:
-        """Memory for them; `needed`: for gradients too. dhead is zero, or has `head_rows` uninitialised rows."""
+        """Memory for them; `needed`: for gradients too, of the head unless it is frozen. dhead is zero, or has
+        `head_rows` uninitialised rows."""
         hidden, head = given.hidden, given.head
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
         penalties = torch.zeros_like(losses) if given.z else None
         if not needed:
             return LossResults(losses, penalties, None, None)
+        if not head.requires_grad:
+            return LossResults(losses, penalties, torch.empty_like(hidden), None)
         if head_rows is None:
             dhead = torch.zeros(head.shape, dtype=wide, device=head.device)
         else:
@@ -136,6 +139,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dsum: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dhidden, dhead = ctx.saved_tensors
         sink = sink_of(ctx.head)
+        if dhead is None:
+            return dhidden * dsum, None, None, None, None, None, None
         if sink is not None and dhidden.is_cuda and has_triton():
             from zero2all.ops.kernels.scaled import add_scaled_, scaled
 
@@ -180,11 +185,12 @@ def _fill_rows(results: LossResults, kernel: ChunkKernel, given: Given, start: i
         rows = slice(first, min(first + chunk, count))
         here = logits[: rows.stop - rows.start]
         torch.mm(hidden[rows], head.t(), out=here)
-        losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, dhead is not None)
+        losses[rows], of_z = kernel(here, targets[rows], weights[rows], vocab_size, z, dhidden is not None)
         if penalties is not None and of_z is not None:
             penalties[rows] = of_z
-        if dhidden is not None and dhead is not None:
+        if dhidden is not None:
             torch.mm(here, head, out=dhidden[rows])
+        if dhead is not None:
             if here.is_cuda and here.dtype != dhead.dtype:
                 # The matmul's own epilogue adds, in float32: no chunk's gradient is rounded to bfloat16.
                 torch.addmm(dhead, here.t(), hidden[rows], out_dtype=dhead.dtype, out=dhead)
@@ -193,13 +199,13 @@ def _fill_rows(results: LossResults, kernel: ChunkKernel, given: Given, start: i
 
 
 def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None) -> LossResults:
-    """With the softmax inside the matmuls, for whole tiles of rows, where gradients are needed and the vocabulary fills
-    a tile of columns; the remaining rows by our kernel."""
+    """With the softmax inside the matmuls, for whole tiles of rows, where both gradients are needed and the vocabulary
+    fills a tile of columns; the remaining rows by our kernel."""
     from zero2all.ops.kernels import softmax_epilogue as epilogue
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
     hidden, head, targets, weights, vocab_size, z = given
-    whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed else 0
+    whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed and head.requires_grad else 0
     if whole == 0 or vocab_size < epilogue.TILE:
         return _fill_by_triton(given, needed)
     results = LossResults.empty(given, needed, head_rows=epilogue.gradient_rows(head.shape[0]))

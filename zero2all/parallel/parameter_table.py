@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from zero2all.model.config import ModelConfig, ParameterKind
+from zero2all.model.config import LoraConfig, ModelConfig, ParameterKind
 from zero2all.model.init import initial_values
+from zero2all.model.lora import adapter_shapes
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
 from zero2all.parallel.mesh import Mesh, Spread
@@ -121,6 +122,21 @@ def _experts(place: str, config: ModelConfig) -> Iterator[LogicalParameter]:
     if moe.shared_experts:
         yield one("shared.gate_up_pairs.weight", (2 * config.shared_size, hidden), "matrix", 2)
         yield one("shared.down.weight", (hidden, config.shared_size), "matrix")
+
+
+def trained_table(config: ModelConfig, lora: LoraConfig) -> list[LogicalParameter]:
+    """The parameters that an optimizer updates: those of the adapters where there are some, else all. Of the first
+    matrix of a pair, whose rows tensor parallelism cuts, B is cut and each rank has A; of the second A is cut, by
+    columns. What each rank has sees a part of the sum in its gradient, as biases do."""
+    if lora.rank is None:
+        return layout_table(config)
+    table, heads = [], {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
+    for _, target, name, (outputs, inputs) in adapter_shapes(config, lora):
+        is_second, most = target in ("o_proj", "down_proj"), heads.get(target)
+        a, b, rank = f"{name}.a", f"{name}.b", lora.rank
+        table.append(LogicalParameter(a, (rank, inputs), "matrix", a, 0, 1 if is_second else None))
+        table.append(LogicalParameter(b, (outputs, rank), "matrix", b, 0, None if is_second else 0, most))
+    return table
 
 
 def held_table(table: Iterable[LogicalParameter], holders: Iterable[str], mesh: Mesh) -> list[LogicalParameter]:

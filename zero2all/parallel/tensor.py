@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zero2all.model.config import VOCAB_MULTIPLE, ModelConfig
 from zero2all.model.init import without_weights
-from zero2all.model.z2all import Attention, Block, FeedForward, Z2all
+from zero2all.model.z2all import Attention, Block, FeedForward, Z2all, adapted
 from zero2all.ops.cut_vocabulary import Exchange, cut_linear_cross_entropy
 from zero2all.ops.embedding import EmbeddingOp
 from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp, Loss
@@ -104,7 +104,7 @@ class CutAttention(Attention):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Any | None) -> Tensor:
         """Own positions (B, T/t, C) -> own positions."""
         mixed = self.mix(gather_positions(x, self.axis), cos, sin, documents)
-        branch = sum_and_cut(self.ops.linear(mixed, self.out.weight, None), self.axis)
+        branch = sum_and_cut(adapted(self.ops, self.out, mixed, None), self.axis)
         return branch if self.out.bias is None else branch + self.out.bias
 
 
@@ -118,11 +118,8 @@ class CutFeedForward(FeedForward):
 
     def forward(self, x: Tensor) -> Tensor:
         """Own positions (B, T/t, C) -> own positions."""
-        pairs, down = self.gate_up_pairs, self.down
-        whole = gather_positions(x, self.axis)
-        branch = self.ops.feed_forward(whole, (pairs.weight, pairs.bias), (down.weight, None))
-        branch = sum_and_cut(branch, self.axis)
-        return branch if down.bias is None else branch + down.bias
+        branch = sum_and_cut(self.compute(gather_positions(x, self.axis), None), self.axis)
+        return branch if self.down.bias is None else branch + self.down.bias
 
 
 def local_config(config: ModelConfig, ranks: int) -> ModelConfig:

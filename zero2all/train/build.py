@@ -13,6 +13,7 @@ from zero2all.config import RunConfig
 from zero2all.config.training import model_at
 from zero2all.model.config import parameter_counts
 from zero2all.model.init import without_weights
+from zero2all.model.lora import add_adapters
 from zero2all.model.recompute import apply_recompute
 from zero2all.model.rope import rope_tables
 from zero2all.model.z2all import Z2all, compile_model
@@ -48,6 +49,11 @@ def build_state(
     state = empty_state(config, world, ops, checkpoint.step if checkpoint else 0)
     model = state.model
     if checkpoint is None:
+        if config.finetune.lora.rank:
+            raise UsageError(
+                f"finetune.lora trains adapters of weights that are there already, and {run} has no checkpoint. Start "
+                f"it with z2a sft MODEL --lora {config.finetune.lora.rank}."
+            )
         with state.weights.masters_between_steps() as masters:
             draw(masters, model.config, config.train.seed)
         state.weights.publish_masters()
@@ -103,6 +109,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     spread_experts(model, world.mesh)
     if world.mesh.tensor.size > 1:
         cut_model(model, world.mesh.tensor)
+    add_adapters(model, config.finetune.lora)
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:

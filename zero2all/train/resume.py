@@ -151,7 +151,8 @@ def load_checkpoint(state: TrainState, checkpoint: Checkpoint) -> None:
     with state.tensors() if has_moments else state.model_tensors() as tensors:
         # The outer state may be new to the run, or have other parts than before.
         stored = {name: part for name, part in tensors.items() if name in checkpoint.index or name[:5] != "outer"}
-        checkpoint.load_into(stored)
+        # The weights that a run begins with may be wider than its frozen ones.
+        checkpoint.load_into(stored, any_dtype=not checkpoint.step and state.model.lora.rank is not None)
     state.resume_from(checkpoint.record)
     if state.outer is not None:
         record = checkpoint.record.get("outer")

@@ -30,7 +30,7 @@ from zero2all.train.cuda_graph import CudaGraphPasses
 from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.optimizers.factory import build_optimizer, cut_of
 from zero2all.train.optimizers.flat_adamw import FlatAdamW, HostAdamW
-from zero2all.train.weights import FlatWeights, MasterLayout, ShardedWeights, Weights
+from zero2all.train.weights import FlatWeights, MasterLayout, ShardedWeights, Weights, frozen_parts
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -104,10 +104,11 @@ class TrainState:
 
     @contextmanager
     def model_tensors(self) -> Iterator[dict[str, TensorPart]]:
-        """The master weights and the biases of routers, likewise."""
+        """The master weights, what is frozen and the biases of routers, likewise."""
         self.wait_for_copy()
         with self.weights.masters_between_steps() as masters:
-            yield {f"model/{name}": value for name, value in {**masters, **router_biases(self.model)}.items()}
+            parts = {**masters, **frozen_parts(self.model, self.weights.mesh), **router_biases(self.model)}
+            yield {f"model/{name}": value for name, value in parts.items()}
 
     def optimizer_tensors(self) -> dict[str, TensorPart]:
         """Moments, the number of updates, and the loss scale."""

@@ -33,7 +33,7 @@ from zero2all.ops.split_master import join, split
 from zero2all.parallel.buckets import CutOf, plan_buffers
 from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.mesh import Axis, Mesh, Spread, wait_for
-from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
+from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table, trained_table
 from zero2all.parallel.parts import TensorPart
 from zero2all.parallel.reduce import GradientReducer, all_gather
 from zero2all.parallel.shards import part_of, set_gradient_sync
@@ -78,12 +78,13 @@ class FlatWeights:
         self.mesh, parallel, layout = mesh or Mesh(), parallel or ParallelConfig(), layout or MasterLayout()
         self.zero = parallel.zero if self.mesh.shard.size > 1 else 0
         self.offloads = parallel.offload != "none"
-        named = dict(model.named_parameters())
+        named = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.device = device = device or next(iter(named.values())).device
         self.dtype, wide = dtype, dtype if layout.kind == "none" else torch.promote_types(dtype, torch.float32)
         self.split_masters = layout.kind == "split"
         assert dtype == torch.bfloat16 or not self.split_masters, "only a bfloat16 is one half of a float32"
-        self.table = held_table(layout_table(model.config), named, self.mesh)
+        _keep_frozen(model, dtype, device)
+        self.table = held_table(trained_table(model.config, model.lora), named, self.mesh)
         bucket_values = None
         if self.mesh.world.size > 1 or self.offloads:
             bucket_values = max(1, int(parallel.bucket_mb * 1e6) // wide.itemsize)
@@ -394,8 +395,8 @@ class ShardedWeights:
 
     def __init__(self, model: Z2all, dtype: torch.dtype, mesh: Mesh) -> None:
         self.dtype, self.mesh, self._model = dtype, mesh, model
-        self._parameters = dict(model.named_parameters())
-        self.table: list[LogicalParameter] = held_table(layout_table(model.config), self._parameters, mesh)
+        self._parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.table: list[LogicalParameter] = held_table(trained_table(model.config, model.lora), self._parameters, mesh)
         self._copied = [self._parameters[one.holder] for one in self.table if one.spread == "copied"]
         self._is_last = True
 
@@ -474,6 +475,21 @@ class ShardedWeights:
 
 
 Weights = FlatWeights | ShardedWeights
+
+
+def _keep_frozen(model: Z2all, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the weights that are not trained memory of their own, without masters and gradients."""
+    for module in model.modules():
+        for name, one in list(module.named_parameters(recurse=False)):
+            if not one.requires_grad:
+                values = torch.empty_like(one, dtype=dtype, device=device) if one.is_meta else one.to(device, dtype)
+                module.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+
+def frozen_parts(model: Z2all, mesh: Mesh) -> dict[str, TensorPart]:
+    """The weights that are not trained, by logical name; live."""
+    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    return {one.name: part_of(frozen[one.holder], one) for one in held_table(layout_table(model.config), frozen, mesh)}
 
 
 def most_copies(table: Sequence[LogicalParameter]) -> int:

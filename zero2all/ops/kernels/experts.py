@@ -129,7 +129,10 @@ class GroupedExperts(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> Tensor | None:
-    """dy^T x of the tokens of each expert: added to the weight's sink where it has one, else returned."""
+    """dy^T x of the tokens of each expert: added to the weight's sink where it has one, else returned; None where the
+    weight is frozen."""
+    if not weight.requires_grad:
+        return None
     gradient = F.grouped_mm(dy.t(), x, offs=ends)
     sink = sink_of(weight)
     if sink is None:

@@ -26,7 +26,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def add_weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dy^T x: added to the weight's sink where it has one, else returned."""
+    """dy^T x: added to the weight's sink where it has one, else returned; None where the weight is frozen."""
+    if not weight.requires_grad:
+        return None
     sink = sink_of(weight)
     if sink is None:
         return dy.t() @ x
@@ -162,7 +164,7 @@ def _backward8(
 
     sink = sink_of(weight)
     if sink is None:
-        return dx, dweight()
+        return dx, dweight() if weight.requires_grad else None
     now_or_later(lambda: sink.add(dweight()))
     return dx, None
 

@@ -79,12 +79,12 @@ class Checkpoint:
         """The group of names with the weights to use: of groups of DiLoCo, what they have in common."""
         return "outer" if any(name.startswith("outer/") for name in self.index) else "model"
 
-    def load_into(self, parts: Mapping[str, TensorPart], strict: bool = True) -> None:
+    def load_into(self, parts: Mapping[str, TensorPart], strict: bool = True, any_dtype: bool = False) -> None:
         """Fill parts in place, however the tensors were cut when they were saved. Called by all ranks that opened the
-        checkpoint together; all of them raise, before anything is changed, when a name, a shape or a dtype differs on
-        one of them. With `strict`, the ranks together must have every tensor of their groups ('model', 'optimizer',
-        …); one rank may have a few of them only."""
-        self._check_names(parts, strict)
+        checkpoint together; all of them raise, before anything is changed, when a name, a shape or (without
+        `any_dtype`) a dtype differs on one of them. With `strict`, the ranks together must have every tensor of their
+        groups ('model', 'optimizer', …); one rank may have a few of them only."""
+        self._check_names(parts, strict, any_dtype)
         self._read(parts)
 
     def load_checked(self, tensors: Mapping[str, Tensor]) -> None:

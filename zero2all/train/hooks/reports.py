@@ -19,7 +19,7 @@ from zero2all.common import progress
 from zero2all.estimate.flops import compute_mfu, flops_per_token, recomputed_flops_per_token
 from zero2all.model.config import ParameterKind
 from zero2all.packed.loader import Batch
-from zero2all.parallel.parameter_table import layout_table
+from zero2all.parallel.parameter_table import trained_table
 from zero2all.parallel.world import World
 from zero2all.track.writer import MetricsWriter
 from zero2all.train.context import RunContext
@@ -211,6 +211,7 @@ class UpdateRatios(Hook):
     def __init__(self, state: TrainState, world: World, log: RunLog, every_steps: int = 1) -> None:
         self._state, self._world, self._log, self._every_steps = state, world, log, every_steps
         self._before: dict[ParameterKind, Tensor] | None = None
+        self._kinds = {one.name: one.kind for one in trained_table(state.model.config, state.model.lora)}
 
     def before_step(self, _batch: Batch, _plan: StepPlan) -> None:
         """Keep a sample of the weights when the next step is due."""
@@ -228,7 +229,7 @@ class UpdateRatios(Hook):
         if before is None:
             return {}
         now = self._samples()
-        kinds = sorted({one.kind for one in layout_table(self._state.model.config)})  # also those of other stages
+        kinds = sorted(set(self._kinds.values()))  # also those of other stages
         sums = torch.zeros(len(kinds), 2, dtype=torch.float64, device=self._world.device)
         for at, kind in enumerate(kinds):
             if kind in now:
@@ -241,8 +242,7 @@ class UpdateRatios(Hook):
     @torch.no_grad()
     def _samples(self) -> dict[ParameterKind, Tensor]:
         samples = self._state.weights.master_samples(MOST_SAMPLED_VALUES)
-        kinds = {one.name: one.kind for one in layout_table(self._state.model.config)}
         found: dict[ParameterKind, list[Tensor]] = {}
         for name, values in samples.items():
-            found.setdefault(kinds[name], []).append(values.double())
+            found.setdefault(self._kinds[name], []).append(values.double())
         return {kind: torch.cat(parts) for kind, parts in found.items()}
