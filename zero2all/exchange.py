@@ -1,8 +1,8 @@
-"""Export to, and import from, Hugging Face folders.
+"""Export to, and import from, Hugging Face folders, and folders of adapters.
 
 Export writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load. Import turns such a folder into a run at
 step 0 with the folder's tokenizer, so that `z2a train` continues it like any other run; or with an extended tokenizer,
-for which the model's embeddings grow.
+for which the model's embeddings grow. A run with adapters (LoRA) is exported merged, or its adapters alone, for peft.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch import Tensor
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, read_json_object, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
+from zero2all.common.peers import Peers
 from zero2all.common.workspace import FOLDER_NAME_WORDS, STAMP_NAME, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
+from zero2all.config.finetune import FinetuneConfig
 from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, write_hf_folder
+from zero2all.model.peft import read_adapter_folder, write_adapter_folder
 from zero2all.tokenizer.chat import own_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
@@ -34,9 +37,11 @@ from zero2all.tokenizer.save import (
     compatible_files,
     opening_processor,
 )
+from zero2all.train.checkpoints.find import newest_checkpoint, open_at
+from zero2all.train.checkpoints.manifest import Step, chosen_step
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
-from zero2all.train.saved_config import save_run_config
+from zero2all.train.saved_config import FINETUNE_FILE, load_run_config, save_run_config
 
 ENDS_NAME = "generation_config.json"
 TokenizerLayout = Literal["safe", "compatible"]
@@ -71,6 +76,22 @@ def export_run(
             dtype or loaded.stored_dtype,
             _token_ids(loaded.tokenizer),
         )
+
+
+def export_adapter(run: Path, target: Path, step: Step = None) -> int:
+    """Write the adapters of a run to `target`, for peft; returns the step."""
+    config, target, step = load_run_config(run), require_new(target), chosen_step(run, step)
+    lora = config.finetune.lora
+    if lora.rank is None:
+        raise UsageError(f"The run {run.name} has no adapters: all its weights are trained. Leave --adapter out.")
+    checkpoint = newest_checkpoint(run) if step is None else open_at(run, step, Peers())
+    if checkpoint is None:
+        raise BadInputError(f"The run {run.name} has no checkpoint yet. Let `z2a train` reach its first one.")
+    known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
+    base = str(known.get("base") or checkpoint.manifest.get("imported_from") or "")
+    with staged_folder(target) as partial:
+        write_adapter_folder(partial, config.model, lora, checkpoint.tensors("model/"), base)
+    return checkpoint.step
 
 
 def require_new(target: Path) -> Path:
@@ -109,6 +130,7 @@ def import_folder(
     name: str,
     tokenizer_folder: Path | None = None,
     resize_embeddings: bool = False,
+    adapter: Path | None = None,
 ) -> Imported:
     """Make the run `name` at step 0 from a Hugging Face folder; its folder appears when it is whole.
 
@@ -116,7 +138,7 @@ def import_folder(
     new: it is made once the folder has turned out to be a model, so that a bad one leaves nothing behind. With
     `tokenizer_folder`, the run uses that tokenizer, which must extend the model's own without moving an id;
     `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64. Weights that are NaN or
-    infinite are refused.
+    infinite are refused. `adapter`: a folder of peft's, whose adapters the run has and goes on training.
     """
     if not is_folder_name(name):
         raise UsageError(f"train.name: got {name!r}, expected {FOLDER_NAME_WORDS}. Choose another --name.")
@@ -135,6 +157,9 @@ def import_folder(
     if resize_embeddings:
         model, tensors, resized = _resize(model, tensors, old, tokenizer)
     config = _config_for(model, name)
+    if adapter is not None:
+        lora, adapters = read_adapter_folder(adapter, model, tensors)
+        tensors, config = tensors | adapters, dataclasses.replace(config, finetune=FinetuneConfig(lora))
     _adopt_tokenizer(tokenizer_folder or folder, tokenizer, old.end_ids, workspace, model)
     open_workspace(workspace.root, create=True)
     details: dict[str, Any] = {

@@ -22,6 +22,8 @@ from zero2all.track.reader import RunReader
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data
 
+MATRICES = ("q.weight", "k.weight", "v.weight", "out.weight", "gate_up_pairs.weight", "down.weight")
+
 
 @pytest.fixture
 def work(trained_workspace, tmp_path):
@@ -190,3 +192,24 @@ def test_the_verb_prepares_trains_and_can_be_repeated(work, chats, capfd):
     assert main(["data", "show", "--at", "0", "--config", "tiny-sft", "--work", str(work.root)]) == 0
     assert "⟦<|begin_of_text|><|message_start|>user" in capfd.readouterr().out
     assert json.loads((work.run("tiny-sft") / "finetune.json").read_text())["base"] == "tiny"
+
+
+def test_adapters_begin_as_the_base_learn_the_chat_are_merged_for_use_and_resume_with_the_same_bits(work, chats):
+    asked = options(chats, "--checkpoint.every_steps", "3", epochs=4.0, lora=4)
+    prepared = prepare_sft("tiny", work, asked)
+    base, begun = load_run(work, "tiny").weights(), load_run(work, "talk").weights()
+    assert all(torch.equal(tensor, begun[name]) for name, tensor in base.items()), "B is zero"
+    assert prepared.config.optim.kind == "adamw"
+    trained(prepared, work)
+    loss = RunReader(work.run("talk")).series("loss").value
+    assert loss[-1] < 0.8 * loss[0]
+    before = {name: tensor.clone() for name, tensor in load_run(work, "talk").weights().items()}
+    changed = {name for name, tensor in base.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in base if name.endswith(MATRICES)}
+    shutil.rmtree(sorted(work.run("talk").glob("checkpoints/step-*"))[-1])
+    (work.run("talk") / "last_saved.json").unlink(missing_ok=True)
+    trained(prepare_sft("tiny", work, asked), work)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in load_run(work, "talk").weights().items())
+    again = prepare_sft("talk", work, dataclasses.replace(asked, name="more", lora=None))
+    assert again.config.finetune.lora.rank is None, "the merged model is what goes on"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in load_run(work, "more").weights().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from zero2all.cli.verb import verb, workspace_of
+from zero2all.common.errors import UsageError
 from zero2all.common.progress import tell
 
 
@@ -12,20 +13,30 @@ from zero2all.common.progress import tell
     export: write a run as a Hugging Face folder
 
     run? --work
-    --out! DIR:outdir                  folder to write, new or empty
+    --out DIR:outdir                   folder to write, new or empty; a run with adapters (LoRA) is merged
+    --adapter DIR:outdir               write the adapters of the run alone, as a folder for peft
     --step
     --dtype float32|bfloat16|float16  dtype of the weights (default: that of an imported model, else float32)
     --tokenizer/tokenizer_layout safe|compatible =safe  safe (default): text can never become a control token;
         compatible: ordinary added tokens and a chat template, for tools that render chats as text
 
     z2a export my-run --work my-workspace --out my-model-hf
+    z2a export my-run-sft --work my-workspace --adapter my-adapter
     """)
 def _export(arguments: argparse.Namespace) -> None:
-    from zero2all.exchange import export_run, require_new
+    from zero2all.exchange import export_adapter, export_run, require_new
     from zero2all.infer.load import load_run
 
-    require_new(arguments.out)
     workspace = workspace_of(arguments)
+    if arguments.out is None and arguments.adapter is None:
+        raise UsageError("There is nothing to write. Name a folder with --out, for the model, or --adapter.")
+    if arguments.out is not None:
+        require_new(arguments.out)
+    if arguments.adapter is not None:
+        step = export_adapter(workspace.run(arguments.run), arguments.adapter, arguments.step)
+        tell(f"{arguments.adapter}: the adapters of {arguments.run} at step {step}, for peft.PeftModel.from_pretrained")
+    if arguments.out is None:
+        return
     loaded = load_run(workspace, arguments.run, arguments.step)
     export_run(loaded, workspace.tokenizer, arguments.out, arguments.dtype, arguments.tokenizer_layout)
     tell(f"{arguments.out}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
@@ -38,6 +49,7 @@ def _export(arguments: argparse.Namespace) -> None:
     --work
     --name! NAME          name of the new run
     --tokenizer DIR:path  use this extension of its tokenizer (made with z2a tokenizer extend)
+    --adapter DIR:path    adapters of peft (LoRA) for this model; the run has them, and uses the merged model
     --resize-embeddings   give the model an embedding row for every token id
 
     z2a import path/to/hf-folder --work my-workspace --name continued
@@ -46,8 +58,9 @@ def _import(arguments: argparse.Namespace) -> None:
     from zero2all.common.workspace import Workspace
     from zero2all.exchange import import_folder
 
+    workspace, tokenizer = Workspace(arguments.work), arguments.tokenizer
     done = import_folder(
-        arguments.folder, Workspace(arguments.work), arguments.name, arguments.tokenizer, arguments.resize_embeddings
+        arguments.folder, workspace, arguments.name, tokenizer, arguments.resize_embeddings, arguments.adapter
     )
     if done.resized is not None:
         rows = done.resized

@@ -86,7 +86,7 @@ class HfFolder:
                 tensor.zero_()
         broken: dict[str, tuple[int, int]] = {}
         for path in self.files:
-            with _opened(path) as file:
+            with open_tensors(path) as file:
                 for name in _weight_names(file):
                     tensor = file.get_tensor(name)
                     if count := nonfinite(tensor):
@@ -117,7 +117,7 @@ def open_hf_folder(folder: Path) -> HfFolder:
         raise BadInputError(f"{folder} is not a Hugging Face model folder: it has no config.json.")
     config = from_hf_config(read_json_object(path, FETCH_AGAIN), path)
     files = _weight_files(folder)
-    stored = _stored_tensors(files)
+    stored = stored_tensors(files)
     _check_shapes(config, {name: shape for name, (shape, _) in stored.items()}, folder)
     names = {dtype for name, (_, dtype) in stored.items() if not name.endswith(HF_ROUTER_BIAS)}
     if not names <= STORED_DTYPES.keys():
@@ -284,11 +284,11 @@ def _shards(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return shards
 
 
-def _stored_tensors(files: list[Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+def stored_tensors(files: list[Path]) -> dict[str, tuple[tuple[int, ...], str]]:
     """Name, shape and dtype of every tensor in these files, by their headers."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for path in files:
-        with _opened(path) as file:
+        with open_tensors(path) as file:
             for name in _weight_names(file):
                 if name in found:
                     raise BadInputError(f"{path} contains {name[:80]!r}, and so does another file. {FETCH_AGAIN}")
@@ -300,7 +300,8 @@ def _stored_tensors(files: list[Path]) -> dict[str, tuple[tuple[int, ...], str]]
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file; what is wrong with it becomes BadInputError."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -327,9 +328,9 @@ def _weight_files(folder: Path) -> list[Path]:
                     f"{index} names the file {name[:200]!r}. Only files in the same folder are opened: expected names "
                     f"without slashes."
                 )
-        return [_plain_file(folder / name) for name in sorted(named)]
+        return [plain_file(folder / name) for name in sorted(named)]
     if (folder / SINGLE_FILE).exists():
-        return [_plain_file(folder / SINGLE_FILE)]
+        return [plain_file(folder / SINGLE_FILE)]
     pickles = sorted(path.name for path in folder.glob("*.bin"))
     if not pickles:
         raise BadInputError(f"{folder} has no weights. Expected {SINGLE_FILE} or {INDEX_FILE}. {FETCH_AGAIN}")
@@ -339,10 +340,10 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def _plain_file(path: Path) -> Path:
+def plain_file(path: Path, remedy: str = FETCH_AGAIN) -> Path:
     """Opening a fifo would wait for its writer forever."""
     if not path.is_file():
         if path.exists():
-            raise BadInputError(f"{path} is neither a file nor a link to one. {FETCH_AGAIN}")
-        raise BadInputError(f"{path} is missing. {FETCH_AGAIN}")
+            raise BadInputError(f"{path} is neither a file nor a link to one. {remedy}")
+        raise BadInputError(f"{path} is missing. {remedy}")
     return path
