@@ -35,11 +35,12 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
 from zero2all.parallel.parameter_table import init_weights, model_parts
+from zero2all.train.optimizers.base import Optimizer
 from zero2all.train.state import TrainState, new_state
 
 MOST_LOGITS, MOST_STEP = 1e-5, 1e-9
 RATE, EPS = 1e-3, 1e-4
-"""Of AdamW. Its first step is gradient / (|gradient| + eps): a small eps would compare roundings of gradients near 0."""
+"""Of AdamW. Its first step is gradient / (|gradient| + eps): a small eps would compare roundings of gradients."""
 INIT_STD, B_STD = 0.05, 0.02
 """Logits of a few units, which adapters change by about one."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,7 +71,7 @@ def training(
     with torch.no_grad():
         for name, part in model_parts(model).items():
             part.values.copy_(weights[name])
-    add_adapters(model, lora)
+    add_adapters(model, lora, config)
     state = new_state(model, OptimConfig(lr_max=RATE, eps=EPS, weight_decay=0.0), dtype)
     with state.weights.masters_between_steps() as masters:
         for name, part in masters.items():
@@ -139,6 +140,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     optimizer.step()
     stepped, state = training(config, weights, lora, adapters, torch.float64)
     stepped.train().loss(ids[:, :-1], ids[:, 1:])[0].backward()
+    assert isinstance(state.optimizer, Optimizer)
     state.optimizer.step()
     with state.weights.masters_between_steps() as masters:
         ours = {key: part.values.detach().clone() for key, part in masters.items()}
@@ -161,8 +163,8 @@ def _norm(module: Any, x: Tensor) -> Tensor:
 
 
 def _like(theirs: dict[str, Tensor], name: str) -> Tensor:
-    """Their tensor of our name: blocks.2.attention.qkv.lora.q_proj.a."""
-    _, layer, *_rest, target, end = name.split(".")
+    """Their tensor of our name: blocks.2.attention.qkv.lora.q_proj_a."""
+    layer, (target, end) = name.split(".")[1], name.rpartition(".")[2].rsplit("_", 1)
     (key,) = (key for key in theirs if f".layers.{layer}." in key and f".{target}.lora_{end.upper()}." in key)
     return theirs[key]
 

@@ -20,9 +20,11 @@ from zero2all.infer.engine import Engine
 from zero2all.infer.load import load_run
 from zero2all.infer.text import generate
 from zero2all.model import hf
-from zero2all.model.config import ModelConfig, MoeConfig
+from zero2all.model.config import LoraConfig, ModelConfig, MoeConfig
 from zero2all.model.hf_config import LAYOUTS, from_hf_config, hf_layout
+from zero2all.model.lora import initial_adapters, merge
 from zero2all.model.moe import routers
+from zero2all.model.peft import write_adapter_folder
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
@@ -736,3 +738,24 @@ def test_import_interrupted_before_its_checkpoint_leaves_no_run(refusable, works
     monkeypatch.undo()
     import_folder(refusable, workspace, "run")
     assert load_run(workspace, "run").step == 0
+
+
+def test_a_run_with_adapters_comes_from_and_leaves_for_peft_and_is_merged_for_use(make_folder, workspace, tmp_path):
+    folder = make_folder("llama", BIASES)
+    model, base, _ = hf.read_hf_folder(folder)
+    lora = LoraConfig(rank=2, alpha=3.0)
+    adapters = {name: torch.randn_like(one) for name, one in initial_adapters(model, lora, 0).items()}
+    (tmp_path / "adapter").mkdir()
+    write_adapter_folder(tmp_path / "adapter", model, lora, base | adapters, "theirs")
+    run = import_folder(folder, workspace, "with", adapter=tmp_path / "adapter").run
+    exchange.export_adapter(run, tmp_path / "again")
+    first, again = (tensors_of(tmp_path / name) for name in ("adapter", "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    loaded = load_run(workspace, "with")
+    merge(base, adapters, model, lora)
+    assert all(torch.equal(tensor, base[name]) for name, tensor in loaded.weights().items())
+    export_run(loaded, workspace.tokenizer, tmp_path / "merged")
+    assert len(tensors_of(tmp_path / "merged")) == len(tensors_of(folder))
+    with pytest.raises(UsageError, match="without has no adapters"):
+        exchange.export_adapter(import_folder(folder, workspace, "without").run, tmp_path / "none")

@@ -9,94 +9,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zero2all.model.config import LORA_TARGETS, LoraConfig, LoraTarget, ModelConfig
-from zero2all.model.init import generator_of, without_weights
+from zero2all.model.init import generator_of
 from zero2all.model.moe import routers
-from zero2all.model.z2all import Attention, Linear, Z2all
+from zero2all.model.z2all import Z2all
 from zero2all.ops.linear import LinearOp, fp32_wgrad_linear
 
-
-class Place(NamedTuple):
-    """Where a target of a block lies."""
-
-    holder: str
-    """The layer that computes it."""
-    weight: str
-    """Its logical parameter."""
-    rows: slice = slice(None)
-    """Of that parameter."""
-
-
-PLACES: dict[LoraTarget, Place] = {
-    "q_proj": Place("attention.qkv", "attention.q"),
-    "k_proj": Place("attention.qkv", "attention.k"),
-    "v_proj": Place("attention.qkv", "attention.v"),
-    "o_proj": Place("attention.out", "attention.out"),
-    "gate_proj": Place("feed_forward.gate_up_pairs", "feed_forward.gate_up_pairs", slice(0, None, 2)),
-    "up_proj": Place("feed_forward.gate_up_pairs", "feed_forward.gate_up_pairs", slice(1, None, 2)),
-    "down_proj": Place("feed_forward.down", "feed_forward.down"),
+PLACES: dict[LoraTarget, tuple[str, str, slice]] = {
+    "q_proj": ("attention.qkv", "attention.q", slice(None)),
+    "k_proj": ("attention.qkv", "attention.k", slice(None)),
+    "v_proj": ("attention.qkv", "attention.v", slice(None)),
+    "o_proj": ("attention.out", "attention.out", slice(None)),
+    "gate_proj": ("feed_forward.gate_up_pairs", "feed_forward.gate_up_pairs", slice(0, None, 2)),
+    "up_proj": ("feed_forward.gate_up_pairs", "feed_forward.gate_up_pairs", slice(1, None, 2)),
+    "down_proj": ("feed_forward.down", "feed_forward.down", slice(None)),
 }
+"""Of each target: the layer that computes it, its logical parameter, and its rows there."""
 
 
-class Adapter(nn.Module):
-    """A (r, inputs) and B (outputs, r)."""
-
-    def __init__(self, outputs: int, inputs: int, rank: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.empty(rank, inputs, dtype=dtype))
-        self.b = nn.Parameter(torch.empty(outputs, rank, dtype=dtype))
-
-
-class Adapters(nn.ModuleDict):
-    """Those of one matrix, by target."""
-
-    def __init__(self, outputs: Mapping[LoraTarget, int], scale: float, linear: LinearOp) -> None:
-        """`outputs`: of all targets in the matrix, in the order of its rows, also of those without an adapter."""
-        super().__init__()
-        self.outputs, self.scale, self.linear = outputs, scale, linear
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) -> what is added to W x, (..., rows of W)."""
-        parts = []
-        for name, outputs in self.outputs.items():
-            if name in self:
-                adapter = self[name]
-                assert isinstance(adapter, Adapter)
-                narrow = self.linear(x, adapter.a, None) * self.scale  # (..., r)
-                parts.append(self.linear(narrow, adapter.b, None))
-            else:
-                parts.append(x.new_zeros(*x.shape[:-1], outputs))
-        if "gate_proj" in self.outputs:
-            return torch.stack(parts, dim=-1).flatten(-2)
-        return torch.cat(parts, dim=-1)
+def matrix_shapes(config: ModelConfig) -> dict[LoraTarget, tuple[int, int]]:
+    """(outputs, inputs) of each target; with the config of a tensor rank, of what it has."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+    shapes = [(config.heads * size, hidden), (config.kv_heads * size, hidden), (config.kv_heads * size, hidden)]
+    shapes += [(hidden, config.heads * size), (inner, hidden), (inner, hidden), (hidden, inner)]
+    return dict(zip(LORA_TARGETS, shapes, strict=True))
 
 
 def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> Iterator[tuple[int, LoraTarget, str, tuple[int, int]]]:
-    """(layer, target, name of the adapter, (outputs, inputs) of its matrix), in the order of the model's parameters."""
-    query, shared = config.heads * config.head_size, config.kv_heads * config.head_size
-    rows = {"q_proj": query, "k_proj": shared, "v_proj": shared, "o_proj": config.hidden_size}
-    rows |= dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size) | {"down_proj": config.hidden_size}
-    columns = {"o_proj": query, "down_proj": config.intermediate_size}
+    """(layer, target, name of the adapter, (outputs, inputs)), in the order of the model's parameters."""
     for layer in range(config.layers):
-        for name in lora.targets_of(config):
-            shape = (rows[name], columns.get(name, config.hidden_size))
-            yield layer, name, f"blocks.{layer}.{PLACES[name].holder}.lora.{name}", shape
+        for target in lora.targets_of(config):
+            yield layer, target, f"blocks.{layer}.{PLACES[target][0]}.lora.{target}", matrix_shapes(config)[target]
 
 
 def initial_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Tensor]:
     """As peft begins: A uniform in +-1/sqrt(inputs), each drawn from the seed and its name; B zero, so that the model
     is that without adapters."""
-    found = {}
+    found, rank = {}, lora.rank or 0
     for _, _, name, (outputs, inputs) in adapter_shapes(config, lora):
-        assert lora.rank is not None
         limit = 1 / math.sqrt(inputs)
-        found[f"{name}.a"] = torch.empty(lora.rank, inputs).uniform_(-limit, limit, generator=generator_of(seed, name))
-        found[f"{name}.b"] = torch.zeros(outputs, lora.rank)
+        found[f"{name}_a"] = torch.empty(rank, inputs).uniform_(-limit, limit, generator=generator_of(seed, name))
+        found[f"{name}_b"] = torch.zeros(outputs, rank)
     return found
 
 
@@ -104,31 +61,48 @@ def initial_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[s
 def merge(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor], config: ModelConfig, lora: LoraConfig) -> None:
     """Add scale B A to the weights, by logical name, in place; both in float32."""
     for layer, target, name, _ in adapter_shapes(config, lora):
-        weight = weights[f"blocks.{layer}.{PLACES[target].weight}.weight"][PLACES[target].rows]
-        weight.addmm_(adapters[f"{name}.b"], adapters[f"{name}.a"], alpha=lora.scale)
+        _, weight, rows = PLACES[target]
+        matrix = weights[f"blocks.{layer}.{weight}.weight"][rows]
+        matrix.addmm_(adapters[f"{name}_b"], adapters[f"{name}_a"], alpha=lora.scale)
 
 
-def add_adapters(model: Z2all, lora: LoraConfig) -> None:
-    """Freeze a model and give its targets adapters without values. Call it once it is known which heads and inner units
-    this process computes, before anything else is done to the model."""
+class Adapters(nn.Module):
+    """Those of one layer: of each of its targets A (r, inputs) and B (outputs, r)."""
+
+    def __init__(self, outputs: Mapping[LoraTarget, int], scale: float, linear: LinearOp) -> None:
+        """`outputs`: of every target in the layer, also of those without an adapter."""
+        super().__init__()
+        self.outputs, self.scale, self.linear = outputs, scale, linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) -> what is added to W x, (..., outputs of the layer)."""
+        parts = []
+        for target, outputs in self.outputs.items():
+            if hasattr(self, f"{target}_a"):
+                narrow = self.linear(x, self.get_parameter(f"{target}_a"), None) * self.scale  # (..., r)
+                parts.append(self.linear(narrow, self.get_parameter(f"{target}_b"), None))
+            else:
+                parts.append(x.new_zeros(*x.shape[:-1], outputs))
+        return torch.stack(parts, -1).flatten(-2) if "gate_proj" in self.outputs else torch.cat(parts, -1)
+
+
+def add_adapters(model: Z2all, lora: LoraConfig, config: ModelConfig) -> None:
+    """Freeze a model and give its targets adapters without values. `config`: with the heads and inner units that this
+    process has. Call it before the model is compiled, sharded, or cut into stages."""
     if lora.rank is None:
         return
     model.requires_grad_(False)
-    model.lora, targets = lora, lora.targets_of(model.config)
+    model.lora, shapes = lora, matrix_shapes(config)
     for _, router in routers(model):
         router.rate = 0.0  # its biases belong to the model that is frozen
-    # float8 has too few digits for a path of rank r; its kernels take no such matrices either.
+    # float8 has too few digits for a path of rank r, and its kernels take no such matrices.
     linear = fp32_wgrad_linear if model.ops.taken["linear"] == "fp8" else model.ops.linear
-    for block in model.blocks:
-        for holder in dict.fromkeys(PLACES[name].holder for name in targets):
-            layer, owner = block.get_submodule(holder), block.get_submodule(holder.partition(".")[0])
-            assert isinstance(layer, Linear)
-            alike = [name for name in LORA_TARGETS if PLACES[name].holder == holder]
-            rows = [layer.out_features // len(alike)] * len(alike)
-            if isinstance(owner, Attention) and len(alike) > 1:
-                rows = [heads * owner.head_size for heads in (owner.heads, owner.kv_heads, owner.kv_heads)]
-            layer.lora = Adapters(dict(zip(alike, rows, strict=True)), lora.scale, linear)
-            for name, outputs in layer.lora.outputs.items():
-                if name in targets:
-                    with without_weights():
-                        layer.lora[name] = Adapter(outputs, layer.in_features, lora.rank, layer.weight.dtype)
+    for number, target, _, _ in adapter_shapes(model.config, lora):
+        layer, place = model.blocks[number].get_submodule(PLACES[target][0]), PLACES[target][0]
+        if not hasattr(layer, "lora"):
+            alike = {name: shapes[name][0] for name in LORA_TARGETS if PLACES[name][0] == place}
+            layer.add_module("lora", Adapters(alike, lora.scale, linear))
+        (outputs, inputs), dtype = shapes[target], model.embedding.weight.dtype
+        for end, shape in (("a", (lora.rank, inputs)), ("b", (outputs, lora.rank))):
+            values = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+            layer.get_submodule("lora").register_parameter(f"{target}_{end}", values)

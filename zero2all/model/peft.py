@@ -30,14 +30,15 @@ BASE_MARK = "zero2all_base"
 """In the metadata of the weights: `base_fingerprint` of the model they belong to. peft does not read it."""
 SAMPLED_VALUES = 4096
 """Of each matrix, for the fingerprint."""
-WITHOUT_EFFECT = {
+USED = ("r", "lora_alpha", "use_rslora", "target_modules")
+WITHOUT_EFFECT = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "layers_to_transform", "layers_pattern", "exclude_modules", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "runtime_config", "ensure_weight_tying"),
-}
+)
 """Settings that change no result once the names of all tensors are known."""
-PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base as it is; pissa, olora and others change it."""
+POSSIBLE = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
+"""Values of others; pissa, olora and other beginnings change the base."""
 
 
 def base_fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -75,23 +76,20 @@ def read_adapter_folder(
     path = plain_file(folder / WEIGHTS_FILE, EXPORT_AGAIN)
     values = read_json_object(plain_file(folder / CONFIG_FILE, EXPORT_AGAIN), EXPORT_AGAIN)
     stored = stored_tensors([path])
-    found = {match[1] for name in stored if (match := KEY.fullmatch(name))}
-    lora = _settings(values, folder / CONFIG_FILE, found)
+    lora = _settings(values, folder / CONFIG_FILE, {match[1] for name in stored if (match := KEY.fullmatch(name))})
     wanted = _counterparts(config, lora)
     shapes = dict(wanted.values())
     problems = [f"{name} is missing" for name in shapes if name not in stored]
-    problems += [
-        f"{name} has shape {stored[name][0]} instead of {shape}"
-        for name, shape in shapes.items()
-        if stored.get(name, (shape,))[0] != shape
-    ]
-    problems += [f"{name[:200]!r} is unknown" for name in sorted(stored.keys() - shapes.keys())]
-    problems += [f"{name[:200]} is in {kind}" for name, (_, kind) in stored.items() if kind not in STORED_DTYPES]
+    for name, (shape, kind) in stored.items():
+        if name not in shapes:
+            problems.append(f"{name[:200]!r} is unknown")
+        elif shape != shapes[name] or kind not in STORED_DTYPES:
+            problems.append(f"{name} is {kind} of shape {shape} instead of {shapes[name]}")
     if problems:
         raise BadInputError(
             f"The adapter {folder} does not fit this model: {'; '.join(problems[:4] + ['…'] * (len(problems) > 4))}. "
-            f"An adapter has lora_A and lora_B of {', '.join(sorted(found)) or 'its targets'} in all {config.layers} "
-            f"layers, and nothing else. Take the model that it was trained on."
+            f"Expected: lora_A and lora_B of {', '.join(lora.targets_of(config))} in all {config.layers} layers, in "
+            f"float32, bfloat16 or float16, and nothing else. Take the model that it was trained on."
         )
     with open_tensors(path) as file:
         mark = (file.metadata() or {}).get(BASE_MARK)
@@ -109,27 +107,18 @@ def read_adapter_folder(
 
 def _settings(values: Mapping[str, Any], path: Path, found: set[str]) -> LoraConfig:
     """Those that decide the result, checked; `found`: targets that have tensors."""
-    known = {"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "bias", "init_lora_weights"}
-    wrong = {name: one for name, one in values.items() if one and name not in known | WITHOUT_EFFECT}
-    wrong |= {"peft_type": values.get("peft_type")} if values.get("peft_type") != "LORA" else {}
-    wrong |= {"bias": values["bias"]} if values.get("bias", "none") != "none" else {}
-    start = values.get("init_lora_weights", True)
-    wrong |= {} if start in PLAIN_STARTS else {"init_lora_weights": start}
+    asked = {"peft_type": "nothing", **values}
+    unknown = {name: one for name, one in asked.items() if one and name not in (*USED, *WITHOUT_EFFECT)}
+    wrong = [f"{name}: {str(one)[:80]}" for name, one in unknown.items() if one not in POSSIBLE.get(name, ())]
     if wrong:
-        named = ", ".join(f"{name}: {str(one)[:80]}" for name, one in wrong.items())
-        raise BadInputError(f"{path} asks for {named}. Only plain LoRA on the seven matrices of a block can be used.")
+        raise BadInputError(f"{path} asks for {', '.join(wrong)}. Only plain LoRA on the matrices of blocks is known.")
+    named = values.get("target_modules")  # a list of names or their ends; else a pattern, and the tensors say it
+    targets = {str(name).rpartition(".")[2] for name in named} if isinstance(named, list) else found
+    fields = {"rank": values.get("r"), "alpha": values.get("lora_alpha", 8), "targets": sorted(targets)}
     problems: list[Problem] = []
-    fields = {"rank": values.get("r", 8), "alpha": values.get("lora_alpha", 8), "targets": sorted(found)}
-    lora = build(LoraConfig, fields | {"rslora": values.get("use_rslora", False)}, "", problems)
-    if problems or lora.rank is None or not found:
-        raise BadInputError(f"{path}: {'; '.join(map(str, problems)) or 'it has no adapter'} {EXPORT_AGAIN}")
-    targets = values.get("target_modules")
-    if isinstance(targets, list) and {str(name).rpartition(".")[2] for name in targets} != found:
-        raise BadInputError(
-            f"{path} names the targets {', '.join(map(str, targets))[:200]}, and the weights have adapters of "
-            f"{', '.join(sorted(found))}. {EXPORT_AGAIN}"
-        )
-    assert isinstance(lora, LoraConfig)
+    lora: LoraConfig = build(LoraConfig, fields | {"rslora": values.get("use_rslora", False)}, "", problems)
+    if problems or lora.rank is None or not targets:
+        raise BadInputError(f"{path}: {'; '.join(map(str, problems)) or 'r or the targets are missing'} {EXPORT_AGAIN}")
     return lora
 
 
@@ -140,6 +129,6 @@ def _counterparts(config: ModelConfig, lora: LoraConfig) -> dict[str, tuple[str,
         part = "self_attn" if target in LORA_TARGETS[:4] else "mlp"
         theirs = f"base_model.model.model.layers.{layer}.{part}.{target}"
         assert lora.rank is not None
-        found[f"{name}.a"] = (f"{theirs}.lora_A.weight", (lora.rank, inputs))
-        found[f"{name}.b"] = (f"{theirs}.lora_B.weight", (outputs, lora.rank))
+        found[f"{name}_a"] = (f"{theirs}.lora_A.weight", (lora.rank, inputs))
+        found[f"{name}_b"] = (f"{theirs}.lora_B.weight", (outputs, lora.rank))
     return found

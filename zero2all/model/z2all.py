@@ -27,20 +27,10 @@ from zero2all.ops.rms_norm import eager_rms_norm
 from zero2all.ops.rope import QkNorm
 
 
-class Linear(nn.Linear):
-    """A matrix of a block. `lora`: its adapters, where it has some (`zero2all.model.lora`)."""
-
-    lora: nn.Module | None
-
-    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
-        super().__init__(inputs, outputs, bias)
-        self.register_module("lora", None)
-
-
-def adapted(ops: Ops, layer: Linear, x: Tensor, bias: Tensor | None) -> Tensor:
-    """(..., inputs) -> (..., outputs): W x + bias, and what the adapters add."""
-    y = ops.linear(x, layer.weight, bias)
-    return y if layer.lora is None else y + layer.lora(x)
+def adapted(ops: Ops, layer: nn.Linear, x: Tensor, bias: Tensor | None) -> Tensor:
+    """(..., inputs) -> (..., outputs): W x + bias, and what its adapters add where it has some."""
+    y, lora = ops.linear(x, layer.weight, bias), getattr(layer, "lora", None)  # `zero2all.model.lora`
+    return y if lora is None else y + lora(x)
 
 
 class RMSNorm(nn.Module):
@@ -65,8 +55,8 @@ class Attention(nn.Module):
         self.ops, self.dropout = ops, config.attention_dropout
         self.heads, self.kv_heads, self.head_size = config.heads, config.kv_heads, config.head_size
         rows = (config.heads + 2 * config.kv_heads) * config.head_size
-        self.qkv = Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
-        self.out = Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias != "none")
+        self.out = nn.Linear(config.heads * config.head_size, config.hidden_size, bias=config.attention_bias == "all")
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if config.qk_norm else None
 
@@ -98,8 +88,8 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, inner: int, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
-        self.gate_up_pairs = Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
-        self.down = Linear(inner, config.hidden_size, bias=config.mlp_bias)
+        self.gate_up_pairs = nn.Linear(config.hidden_size, 2 * inner, bias=config.mlp_bias)
+        self.down = nn.Linear(inner, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
@@ -108,9 +98,9 @@ class FeedForward(nn.Module):
     def compute(self, x: Tensor, down_bias: Tensor | None) -> Tensor:
         """The same with this bias at the end: fused where `ops` can do that and there are no adapters."""
         pairs, down, ops = self.gate_up_pairs, self.down, self.ops
-        if pairs.lora is None and down.lora is None:
-            return ops.feed_forward(x, (pairs.weight, pairs.bias), (down.weight, down_bias))
-        return adapted(ops, down, ops.swiglu(adapted(ops, pairs, x, pairs.bias)), down_bias)
+        if hasattr(pairs, "lora") or hasattr(down, "lora"):
+            return adapted(ops, down, ops.swiglu(adapted(ops, pairs, x, pairs.bias)), down_bias)
+        return ops.feed_forward(x, (pairs.weight, pairs.bias), (down.weight, down_bias))
 
 
 class Block(nn.Module):

@@ -133,7 +133,7 @@ def trained_table(config: ModelConfig, lora: LoraConfig) -> list[LogicalParamete
     table, heads = [], {"q_proj": config.heads, "k_proj": config.kv_heads, "v_proj": config.kv_heads}
     for _, target, name, (outputs, inputs) in adapter_shapes(config, lora):
         is_second, most = target in ("o_proj", "down_proj"), heads.get(target)
-        a, b, rank = f"{name}.a", f"{name}.b", lora.rank
+        a, b, rank = f"{name}_a", f"{name}_b", lora.rank
         table.append(LogicalParameter(a, (rank, inputs), "matrix", a, 0, 1 if is_second else None))
         table.append(LogicalParameter(b, (outputs, rank), "matrix", b, 0, None if is_second else 0, most))
     return table

@@ -109,7 +109,7 @@ def empty_state(config: RunConfig, world: World, ops: Ops, step: int = 0) -> Tra
     spread_experts(model, world.mesh)
     if world.mesh.tensor.size > 1:
         cut_model(model, world.mesh.tensor)
-    add_adapters(model, config.finetune.lora)
+    add_adapters(model, config.finetune.lora, local_config(model.config, world.mesh.tensor.size))
     apply_recompute(model, config.train.recompute, config.train.recompute_every)
     pipeline = _cut_into_stages(model, config, world) if world.mesh.pipeline.size > 1 else None
     if config.parallel.zero == 3 and world.mesh.shard.size > 1:
