@@ -31,7 +31,7 @@ from zero2all.common.signals import StopRequest
 from zero2all.config.schedule import decay_share, learning_rate, muon_momentum
 from zero2all.config.training import model_at
 from zero2all.model.rope import rope_tables
-from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
+from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.resilience.heartbeat import beat, warm_up, watch_device
 from zero2all.train.anneal import ANNEAL_STAGE
@@ -51,6 +51,7 @@ from zero2all.train.hooks.reports import RunLog, UpdateRatios
 from zero2all.train.hooks.stragglers import Stragglers
 from zero2all.train.hooks.validation import Validation
 from zero2all.train.micro_batch import memory_settings
+from zero2all.train.objective import Batches
 from zero2all.train.resume import load_checkpoint
 from zero2all.train.run_data import open_data
 from zero2all.train.sanity import (
@@ -191,6 +192,8 @@ class Trainer:
         with state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
         self.checkpoints.prepare_memory()
+        if context.objective is not None:
+            context.objective.begin(state)
         if state.step < state.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)
             self.log.event("sanity", {"notes": notes})
@@ -211,11 +214,14 @@ class Trainer:
                 stack.enter_context(hook.running())
             yield
 
-    def open_batches(self) -> Loader:
+    def open_batches(self) -> Batches:
         """The batches from here to the last step. The position in the data is the number of tokens seen, so a changed
         train.tokens_per_step repeats and skips nothing."""
         data, state, batch = self.config.data, self.state, self.world.mesh.batch
         self._set_rope_tables()
+        own = None if self.context.objective is None else self.context.objective.batches(state)
+        if own is not None:
+            return own
         options = LoaderOptions(
             *self.config.batch_place(batch.rank, batch.size),
             documents=data.document_mask,
@@ -258,6 +264,7 @@ class Trainer:
             stop_requested=self.stop.requested or self.checkpoints.shard_check.is_found,
             folder_changed=self.anneal.found,
             pace=self.stragglers.own,
+            objective=self.context.objective,
         )
         return self.guards.plan(plan)
 
