@@ -36,7 +36,8 @@ def test_answers_come_apart_as_the_template_put_them_together_in_whatever_pieces
         cuts = sorted(rng.randint(0, len(answer)) for _ in range(6))
         shown = [read_answer(answer[:cut], is_whole=False) for cut in cuts]
         for before, after in zip(shown, [*shown[1:], read_answer(answer)], strict=True):
-            assert after.text.startswith(before.text) and after.thought.startswith(before.thought)
+            assert after.text.startswith(before.text)
+            assert after.thought.startswith(before.thought)
             assert after.calls[: len(before.calls)] == before.calls
 
 
