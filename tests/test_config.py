@@ -27,7 +27,7 @@ from zero2all.config.training import StageConfig
 
 SECTIONS = [
     *("data", "tokenizer", "model", "ops", "parallel", "diloco", "optim", "schedule", "stages"),
-    *("train", "guards", "checkpoint", "resilience", "track", "validation"),
+    *("train", "finetune", "guards", "checkpoint", "resilience", "track", "validation"),
 ]
 
 

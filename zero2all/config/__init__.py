@@ -25,6 +25,7 @@ from zero2all.common.yamlio import read_yaml
 from zero2all.config.rules import RULED, Filled, fill, with_value
 from zero2all.config.schedule import schedule_problems
 from zero2all.config.training import RunConfig, ScheduleConfig, StageConfig, TrainConfig
+from zero2all.model.config import LORA_TARGETS
 
 RENAMED_FIELDS = {"lr_min_share": "min_lr_ratio", "eval": "validation", "valid_tokens_per_source": "tokens_per_source"}
 RENAMED_CHOICES = {"ops.linear": {"into32": "fp32_wgrad"}, "tokenizer.kind": {"sentencepiece": "bpe"}}
@@ -346,7 +347,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "optim", "train", "parallel", "diloco", "resilience"):
+    for name in ("data", "tokenizer", "model", "optim", "train", "finetune", "parallel", "diloco", "resilience"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):
@@ -354,6 +355,8 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
         limit = config.model.max_seq_len
         found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
+    if sound("finetune", "model", "optim") and config.finetune.lora.rank:
+        found.extend(_lora_problems(config))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
     if sound("stages", "model", "train", "data"):
@@ -384,6 +387,17 @@ def _stage_length_problems(seq_len: int | None, place: str, config: RunConfig) -
     if per_step % seq_len:
         return [Problem(place, seq_len, f"a divisor of train.tokens_per_step ({per_step})")]
     return []
+
+
+def _lora_problems(config: RunConfig) -> list[Problem]:
+    """Experts have no adapters, and Muon is no optimizer for them."""
+    lora, found = config.finetune.lora, []
+    if config.model.moe.experts and set(lora.targets or ()) - set(LORA_TARGETS[:4]):
+        expected = f"some of {', '.join(LORA_TARGETS[:4])}: in a model with experts only attention has adapters"
+        found.append(Problem("finetune.lora.targets", lora.targets, expected))
+    if config.optim.kind == "muon":
+        found.append(Problem("optim.kind", "muon", "adamw (or adamw_8bit, adamw_bf16) where finetune.lora.rank is set"))
+    return found
 
 
 def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:

@@ -19,6 +19,7 @@ from zero2all.common.schema import (
     ShareBelowOne,
 )
 from zero2all.common.workspace import FOLDER_NAME_WORDS, is_folder_name
+from zero2all.config.finetune import FinetuneConfig
 from zero2all.diloco.config import DilocoConfig
 from zero2all.model.config import PARAMETER_KINDS, Base, ModelConfig, RopeScaling
 from zero2all.ops.config import OpsConfig
@@ -354,6 +355,8 @@ class RunConfig:
     """Stretches of the run with another mixture or sequence length, in the order of their from_step."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Length and shape of the run."""
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    """What fine-tuning does beside plain training."""
     guards: GuardsConfig = field(default_factory=GuardsConfig)
     """What happens when a step goes wrong."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

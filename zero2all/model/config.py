@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from zero2all.common.schema import PositiveFloat, Problem, Range, ShareBelowOne
 
@@ -226,6 +227,41 @@ class ModelConfig:
         if self.rope_scaling.kind == "yarn" and self.rope_theta <= 1:
             found.append(Problem(f"{place}.rope_theta", self.rope_theta, "a number above 1, for yarn"))
         return found
+
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS: tuple[LoraTarget, ...] = get_args(LoraTarget)
+"""The matrices that may have an adapter, by peft's names; the first four are attention's."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: W x + scale B (A x), where W is frozen. Names and conventions are peft's."""
+
+    rank: Annotated[int, Range(minimum=1, maximum=1 << 14)] | None = None
+    """Rows of A and columns of B, such as 16. None: no adapters; all weights are trained."""
+    alpha: PositiveFloat = 32.0
+    """scale is alpha / rank, so that the best learning rate hardly depends on the rank."""
+    targets: list[LoraTarget] | None = None
+    """Matrices that have an adapter. None: all seven; of a model with experts the four of attention."""
+    rslora: bool = False
+    """Whether scale is alpha / sqrt(rank) instead."""
+
+    @property
+    def scale(self) -> float:
+        """Factor on B (A x)."""
+        assert self.rank is not None, "there are no adapters"
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def targets_of(self, model: ModelConfig) -> tuple[LoraTarget, ...]:
+        """The matrices of each block of a model that have an adapter, in the order of LORA_TARGETS."""
+        most = LORA_TARGETS[:4] if model.moe.experts else LORA_TARGETS
+        return () if self.rank is None else tuple(name for name in most if name in (self.targets or most))
+
+    def problems(self, place: str) -> list[Problem]:
+        """Adapters on nothing would train nothing."""
+        empty = self.targets is not None and not self.targets
+        return [Problem(f"{place}.targets", self.targets, f"some of {', '.join(LORA_TARGETS)}, or null")] * empty
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
