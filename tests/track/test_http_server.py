@@ -209,7 +209,9 @@ def test_a_board_with_few_file_descriptors_answers_while_many_half_heads_are_ope
 NO_DESCRIPTORS = """
 import os, resource, socket, threading, time
 from starlette.applications import Starlette
+from zero2all.common.progress import show_log
 from zero2all.track.http_server import BoundedServer, ServerLimits
+show_log()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 listening = socket.create_server(("127.0.0.1", 0))
 server = BoundedServer(Starlette(), ServerLimits(), 1)
