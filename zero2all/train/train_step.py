@@ -46,7 +46,7 @@ class StepPlan:
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the stats."""
     pace: tuple[float, float] = (0.0, 0.0)
     """Seconds of this process in a step before (`stragglers`); the others learn them from the stats."""
-    decay_share: float = 1.0
+    weight_decay_share: float = 1.0
     """Of the weight decay (`optim.decay_schedule`)."""
     momentum: float | None = None
     """Of Muon, by its schedule; None: optim.momentum."""
@@ -312,7 +312,7 @@ def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_gr
 def update(state: TrainState, plan: StepPlan, scale: Tensor, refused: Tensor) -> None:
     """Update with the gradient times `scale`, unless `refused` (both on the device); then set the gradient to zero."""
     wide = torch.promote_types(state.weights.dtype, torch.float32)
-    state.optimizer.set_learning_rate(plan.lr, plan.decay_share, plan.momentum)
+    state.optimizer.set_learning_rate(plan.lr, plan.weight_decay_share, plan.momentum)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.publish_masters()
