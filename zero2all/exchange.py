@@ -159,7 +159,7 @@ def import_folder(
     config = _config_for(model, name)
     if adapter is not None:
         lora, adapters = read_adapter_folder(adapter, model, tensors)
-        tensors, config = tensors | adapters, dataclasses.replace(config, finetune=FinetuneConfig(lora))
+        tensors, config = tensors | adapters, dataclasses.replace(config, finetune=FinetuneConfig(lora=lora))
     _adopt_tokenizer(tokenizer_folder or folder, tokenizer, old.end_ids, workspace, model)
     open_workspace(workspace.root, create=True)
     details: dict[str, Any] = {

@@ -13,7 +13,7 @@ from zero2all.config import ConfigError, load_config
 from zero2all.infer.chat import chat_prompt, choose
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.talk import OWN_FRAME_NOTE
-from zero2all.tokenizer.chat import Message
+from zero2all.tokenizer.chat import Dialogue, Message
 from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.save import compatible_files
 from zero2all.tokenizer.template import own_chat
@@ -114,7 +114,7 @@ def test_run_that_was_trained_on_conversations_gets_the_tokenizers_marks(run):
     edit_manifest(run, "zh", conversations=3)
     prompt = chat_prompt(run, TALK)
     assert (prompt.how, prompt.stop, prompt.heal) == ("template", (), False)
-    assert prompt.prompt == own_chat(run.tokenizer).encode(TALK)
+    assert prompt.prompt == own_chat(run.tokenizer).encode(Dialogue(TALK))
     assert prompt.end_ids == (run.tokenizer.encode_control("<|message_end|>"),)
 
 
@@ -276,9 +276,9 @@ def test_oldest_turns_make_room_and_the_system_message_stays(run):
     assert fitted.dropped > 0
     assert fitted.dropped % 2 == 0, "whole turns"
     kept = [Message("system", "Be brief."), *conversation.messages[fitted.dropped :]]
-    assert fitted.prompt.prompt == own_chat(run.tokenizer).encode(kept)
+    assert fitted.prompt.prompt == own_chat(run.tokenizer).encode(Dialogue(kept))
     one_more = [Message("system", "Be brief."), *conversation.messages[fitted.dropped - 2 :]]
-    assert len(own_chat(run.tokenizer).encode(one_more)) > 60, "no more than needed"
+    assert len(own_chat(run.tokenizer).encode(Dialogue(one_more))) > 60, "no more than needed"
     assert len(conversation.messages) == 19, "what was said is kept"
 
 

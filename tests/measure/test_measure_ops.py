@@ -1,7 +1,5 @@
 """`z2a perf ops` and how an operator is called alone; `z2a perf allreduce`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -90,7 +88,8 @@ def test_two_processes_reduce_messages_of_several_sizes(start):
     program = start("perf", "allreduce", "--device", "cpu", "--ranks", "2", "--seconds", "0.05", "--json", "-")
     assert program.wait() == 0, program.text()
     found = json.loads(program.text()[program.text().index("[") :])
-    assert [each["bytes"] for each in found][:2] == list(CPU_SIZES[:2])
+    assert [each["bytes"] for each in found] == list(CPU_SIZES[: len(found)])
+    assert found
     assert all(len(each["samples"]) >= 5 for each in found)
 
 

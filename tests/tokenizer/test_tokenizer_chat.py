@@ -104,7 +104,7 @@ def test_text_and_masks_are_those_of_transformers(tokenizer, theirs):
             assert counts == found["assistant_masks"]
         asked = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
         if not dialogue.tools:
-            assert template.encode(dialogue.messages) == asked
+            assert template.encode(Dialogue(dialogue.messages)) == asked
     # Where an answer begins with white space, transformers joins it to the line end of the role, which the model has
     # read already when it is asked; we do not.
     assert same_ids > 250
@@ -172,9 +172,9 @@ def test_only_what_the_assistant_wrote_and_the_end_of_its_turn_are_learned(token
 
 
 def test_a_prompt_ends_where_the_assistant_is_to_write(tokenizer):
-    ids = own_chat(tokenizer).encode(CHAT)
+    ids = own_chat(tokenizer).encode(Dialogue(CHAT))
     assert tokenizer.decode(ids).endswith("北京。assistant\n")
-    assert tokenizer.decode(own_chat(tokenizer).encode(CHAT, thinking=False)).endswith(
+    assert tokenizer.decode(own_chat(tokenizer).encode(Dialogue(CHAT, thinking=False))).endswith(
         "assistant\n<think>\n\n</think>\n\n"
     )
     assert own_chat(tokenizer).end_ids == (tokenizer.encode_control("<|message_end|>"),)
@@ -184,7 +184,9 @@ def test_marks_of_other_names_are_found_by_their_role(texts, tmp_path):
     specials = SpecialsConfig(message_start="[[START]]", message_end="[[STOP]]")
     train_tokenizer(texts, 520, tmp_path / "t", "inputs", kind="hf-bbpe", specials=specials)
     tokenizer = load_tokenizer(tmp_path / "t")
-    assert chat_of(tmp_path / "t", tokenizer).encode(CHAT[:1])[1] == tokenizer.encode_control("[[START]]") == 3
+    assert (
+        chat_of(tmp_path / "t", tokenizer).encode(Dialogue(CHAT[:1]))[1] == tokenizer.encode_control("[[START]]") == 3
+    )
 
 
 def test_a_tokenizer_without_marks_says_so(tokenizer):

@@ -63,7 +63,7 @@ def test_manifest_counts_the_text_and_covers_every_file(folder, tokenizer, texts
     assert manifest["fingerprint"] == tokenizer.fingerprint
     assert manifest["text"]["documents"] == len(texts)
     assert manifest["text"]["bytes"] == sum(len(text.encode()) for text in texts)
-    assert set(manifest["files"]) == {"tokenizer.json", "tokenizer_config.json"}
+    assert set(manifest["files"]) == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert verify_files(folder, manifest) == []
 
 

@@ -1,7 +1,5 @@
 """A server stays reachable and says little, whatever its clients do; its gate knows whom it lets through."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client
@@ -209,7 +207,9 @@ def test_a_board_with_few_file_descriptors_answers_while_many_half_heads_are_ope
 NO_DESCRIPTORS = """
 import os, resource, socket, threading, time
 from starlette.applications import Starlette
+from zero2all.common.progress import show_log
 from zero2all.track.http_server import BoundedServer, ServerLimits
+show_log()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 listening = socket.create_server(("127.0.0.1", 0))
 server = BoundedServer(Starlette(), ServerLimits(), 1)
@@ -220,7 +220,7 @@ try:
     while True: taken.append(os.open("/dev/null", os.O_RDONLY))
 except OSError: pass
 client.connect(listening.getsockname())
-time.sleep(2.5)  # asyncio tries again each second
+while "not accepted" not in server.bounds._said: time.sleep(0.01)
 for each in taken: os.close(each)
 client.sendall(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
 print(client.recv(12).decode())

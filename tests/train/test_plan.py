@@ -1,7 +1,5 @@
 """`z2a train --plan-only`: what the plan says, and that a step of rank 0 does what it says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -166,9 +164,11 @@ def test_values_and_tables_of_one_process():
         (8, ["--optim.kind", "muon", "--parallel.zero", "2", "--parallel.expert", "2", "--model.moe.experts", "4",
              "--model.moe.expert_size", "16", "--train.micro_batch_samples", "1"]),
         (4, ["--optim.kind", "adamw_8bit", "--parallel.zero", "1"]),
+        (4, ["--optim.kind", "adamw", "--parallel.zero", "2", "--parallel.tensor", "2", "--finetune.lora.rank", "4"]),
+        (2, ["--optim.kind", "adamw", "--parallel.zero", "3", "--finetune.lora.rank", "4"]),
     ],
     ids=["64 ranks on all axes", "copied kv heads", "experts", "zero 3", "bf16", "muon", "muon, experts",
-         "8 bits"],
+         "8 bits", "LoRA", "LoRA, zero 3"],
 )  # fmt: skip
 def test_a_simulated_rank_sends_the_bytes_of_the_formulas_and_holds_their_states(processes, words):
     found = simulate_ranks(load_config("quickstart", [*TINY, *words]), processes)

@@ -1,7 +1,5 @@
 """The learning rate over the steps: every kind, stages with schedules of their own, and an anneal on top."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path
@@ -14,12 +12,12 @@ from hypothesis import strategies as st
 
 from zero2all.config import config_from_values, config_yaml
 from zero2all.config.schedule import (
-    decay_share,
     learning_rate,
     muon_momentum,
     schedule_lines,
     schedule_problems,
     steps_with_anneal,
+    weight_decay_share,
 )
 from zero2all.config.training import (
     AnnealConfig,
@@ -294,6 +292,6 @@ def test_an_anneal_and_the_last_stage_end_muons_momentum():
 
 
 def test_the_decay_is_constant_or_falls_by_a_half_cosine_to_0():
-    assert {decay_share(step, 10, OptimConfig()) for step in range(12)} == {1.0}
-    found = [decay_share(step, 10, OptimConfig(decay_schedule="cosine")) for step in (0, 5, 10, 15)]
+    assert {weight_decay_share(step, 10, OptimConfig()) for step in range(12)} == {1.0}
+    found = [weight_decay_share(step, 10, OptimConfig(decay_schedule="cosine")) for step in (0, 5, 10, 15)]
     assert found == pytest.approx([1.0, 0.5, 0.0, 0.0])

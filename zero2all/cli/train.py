@@ -174,6 +174,7 @@ def _watch(config: RunConfig, workspace: Workspace) -> Watch:
 
 
 def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Workspace) -> int:
+    from zero2all.finetune.objectives import objective_of
     from zero2all.parallel.launch import command_started
     from zero2all.train.run import train
     from zero2all.train.validate import held_out_in_words
@@ -185,6 +186,7 @@ def _train_here(arguments: argparse.Namespace, config: RunConfig, workspace: Wor
         accept_changes=arguments.accept_changes,
         take_over=arguments.take_over,
         make_decode=_decoder(workspace),
+        make_objective=objective_of,
         say=tell,
         started=command_started(),
     )

@@ -357,6 +357,8 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
     if sound("finetune", "model", "optim", "parallel", "diloco") and config.finetune.lora.rank:
         found.extend(_lora_problems(config))
+    if sound("finetune", "model", "train", "diloco"):
+        found.extend(_objective_problems(config))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
     if sound("stages", "model", "train", "data"):
@@ -365,6 +367,22 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
     if sound("schedule", "train", "stages"):
         top = config.optim.lr_max if sound("optim") else 1.0
         found.extend(schedule_problems(config.train.steps, top, config.schedule, config.stages))
+    return found
+
+
+def _objective_problems(config: RunConfig) -> list[Problem]:
+    """A loss that is computed in two passes over the same rows needs the same network in both; groups of DiLoCo would
+    each divide by their own rows."""
+    if not config.finetune.has_objective:
+        return []
+    method, model = config.finetune.method, config.model
+    must_be_zero = {"train.z_loss": config.train.z_loss}
+    must_be_zero |= {
+        f"model.{name}": getattr(model, name) for name in ("embedding_dropout", "attention_dropout", "residual_dropout")
+    }
+    found = [Problem(name, value, f"0 with finetune.method {method}") for name, value in must_be_zero.items() if value]
+    if config.diloco.groups:
+        found.append(Problem("diloco.groups", config.diloco.groups, f"none with finetune.method {method}"))
     return found
 
 

@@ -73,7 +73,7 @@ def muon_momentum(
     return top - max(max(0.0, top - muon.momentum_start) * lacking, max(0.0, top - muon.momentum_end) * done)
 
 
-def decay_share(step: int, steps: int, optim: OptimConfig) -> float:
+def weight_decay_share(step: int, steps: int, optim: OptimConfig) -> float:
     """The share of the weight decay in step `step` of a run of `steps`."""
     return 1.0 if optim.decay_schedule == "constant" else _fall("cosine", min(1.0, step / steps))
 

@@ -131,7 +131,10 @@ def _all_reduce(
 
 def _values(model: ModelConfig, settings: MemorySettings) -> dict[str, int]:
     """The values that a process holds, by spread."""
-    held = settings.held(model)
+    held, lora = settings.held(model), settings.lora
+    if lora.rank:  # of every adapter the side of the residual is on all tensor ranks
+        copied = lora.rank * held.layers * held.hidden_size * len(lora.targets_of(held)) if settings.tensor > 1 else 0
+        return {"cut": settings.trained(held) - copied, "copied": copied, "expert": 0}
     copied = copied_values(held) if settings.tensor > 1 else 0
     experts = 0 if settings.is_fsdp else expert_values(held)
     return {"cut": parameter_counts(held)["total"] - copied - experts, "copied": copied, "expert": experts}
@@ -164,6 +167,8 @@ def _gradients_and_weights(
         found.append(_all_reduce(settings, axes, "gradients", own, meanwhile))
         gathers = {0: 0, 3: 2 * passes}.get(settings.zero, 1)
         next_one = "block before" if settings.zero == 3 else "next forward"
+        if settings.lora.rank and settings.is_fsdp and spread == "cut":  # what is frozen is gathered too
+            values += parameter_counts(settings.held(model))["total"]
         whole = float(gathers * width * values)
         found.append(Transfer("all-gather", "weights", scatter, ranks, whole, next_one, share))
     return found
@@ -188,7 +193,7 @@ def _momenta(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
 
 def _reduced_again(model: ModelConfig, settings: MemorySettings, spread: str) -> int:
     """Values that FSDP reduces twice after several passes: its root, behind the head and at the end."""
-    if settings.passes == 1:
+    if settings.passes == 1 or settings.lora.rank:
         return 0
     if settings.tensor == 1:
         return parameter_counts(model)["embedding"] + model.hidden_size
@@ -212,6 +217,8 @@ def _tensor(model: ModelConfig, settings: MemorySettings) -> list[Transfer]:
     # The sum after the last matmul is needed again for dropout, and for the next block of a group.
     stopped = 0 if model.residual_dropout else stopped_blocks(held, settings.recompute, settings.recompute_every)
     gathers, sums = once + again + dense_again, once + again + max(0, dense_again - stopped)
+    if settings.lora.rank and has_embedding:  # no gradient goes back behind the first adapters
+        gathers, sums = gathers - 1, sums - 1
     copied_heads = model.kv_heads if settings.tensor > model.kv_heads else 0
     of_head = 2 * model.head_size * (model.hidden_size + (model.attention_bias != "none"))  # keys and values
     of_heads = float(settings.gradient_bytes * held.layers * copied_heads * of_head) / settings.state_ranks

@@ -157,13 +157,14 @@ def estimate_memory(model: ModelConfig, settings: MemorySettings) -> MemoryEstim
 
 def _phases_after_passes(model: ModelConfig, settings: MemorySettings) -> tuple[Phase, ...]:
     """What the parts of a step need that hold no activations."""
-    values, ops = parameter_counts(model)["total"], settings.operators
+    values, ops = settings.trained(model), settings.operators
+    largest = min(largest_parameter(model), values)
     update = 0.0
     if settings.offload == "none" and settings.optimizer == "adamw" and not settings.is_fsdp:
         update = ops["optimizer"].update_bytes_per_value * values / settings.state_ranks
-        update += ops["optimizer"].update_bytes_of_largest * largest_parameter(model)
+        update += ops["optimizer"].update_bytes_of_largest * largest
     elif settings.offload == "none":  # one parameter after the other
-        update = UPDATE_BYTES * largest_parameter(model) / (settings.shard if settings.is_fsdp else 1)
+        update = UPDATE_BYTES * largest / (settings.shard if settings.is_fsdp else 1)
     joined = BYTES_TO_SPLIT * min(JOINED_VALUES, values) if settings.has_split_masters else 0.0
     return Phase(NORM, 0.0, 0.0), Phase(UPDATE, 0.0, update), Phase(SAVE, 0.0, joined)
 
@@ -217,6 +218,10 @@ def state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart
 def _weights(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
     """What the forward pass reads. FSDP makes it from the masters when it gathers a block."""
     total, width = parameter_counts(model)["total"], WIDTHS[settings.precision]
+    if settings.lora.rank:
+        width, ranks = (max(4, width), settings.shard) if settings.is_fsdp else (width, 1)
+        note = _shared(f"{settings.precision}, frozen, and {settings.trained(model) / 1e6:.1f} M of adapters", ranks)
+        return MemoryPart("weights", float(width * (total + settings.trained(model)) / ranks), note)
     if settings.is_fsdp:
         width = width if settings.optimizer == "adamw_bf16" else 0
         note = _shared("bfloat16, no masters", settings.shard)
@@ -305,7 +310,7 @@ def _compress_parts(model: ModelConfig, settings: MemorySettings) -> list[Memory
     """What compressed gradients take beside the gradients themselves."""
     if settings.compress == "none":
         return []
-    return [MemoryPart("sent copy", 2.0 * parameter_counts(model)["total"], "of the gradients, in bfloat16")]
+    return [MemoryPart("sent copy", 2.0 * settings.trained(model), "of the gradients, in bfloat16")]
 
 
 def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
@@ -347,13 +352,13 @@ def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> t
     bucket more, and Muon and Adafactor, whose matrices have one owner each, as much as the owners are uneven. FSDP cuts
     every parameter between rows, at most one row too many.
     """
-    matrices = _values(_matrices_apart(model, settings.optimizer))
-    others = parameter_counts(model)["total"] - matrices
+    matrices = 0 if settings.lora.rank else _values(_matrices_apart(model, settings.optimizer))
+    others = settings.trained(model) - matrices
     if ranks == 1:
         return float(matrices), float(others)
     if settings.owned is not None and not settings.is_fsdp:
         return settings.owned
-    experts, owners = expert_values(model), settings.expert_shard
+    experts, owners = 0 if settings.lora.rank else expert_values(model), settings.expert_shard
     if "expert" in KINDS_APART.get(settings.optimizer, ()):
         return _share(matrices - experts, ranks) + _share(experts, owners), _share(others, ranks)
     return _share(matrices, ranks), _share(others - experts, ranks) + _share(experts, owners)
@@ -375,7 +380,11 @@ def _fsdp_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart
     gathered = width * (ends + 2 * block)
     # Gradients are reduced only after the last micro-batch; until then each rank holds whole ones in float32.
     accumulates = settings.passes > 1
-    waiting = max(4, width) * counts["total"] if accumulates else (width + 4) * (ends + block)
+    waiting = (
+        max(4, width) * settings.trained(model)
+        if accumulates
+        else (width + 4) * min(ends + block, settings.trained(model))
+    )
     note = "whole gradients until the last micro-batch" if accumulates else "gradients of a block and the tables"
     return [
         MemoryPart("gathered", gathered, "whole weights of the tables and two blocks"),
@@ -390,7 +399,7 @@ def _borrowed_parts(model: ModelConfig, settings: MemorySettings) -> list[Memory
         return []
     table = settings.gradient_bytes * parameter_counts(model)["embedding"]
     size = BORROWED_BUCKETS * _bucket_bytes(model, settings) + table
-    size = min(size, settings.gradient_bytes * parameter_counts(model)["total"])
+    size = min(size, settings.gradient_bytes * settings.trained(model))
     return [MemoryPart("buckets", size, f"gradients in flight: {BORROWED_BUCKETS} buckets and a table")]
 
 

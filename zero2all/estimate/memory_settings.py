@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from zero2all.estimate.local_model import HeldStage, held_model
-from zero2all.model.config import ModelConfig
+from zero2all.model.config import LoraConfig, ModelConfig, parameter_counts
 from zero2all.ops.footprint import Footprint, Sizes
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -31,6 +31,7 @@ class MemorySettings:
     recompute: str = "none"
     recompute_every: int = 1
     documents: bool = False  # whether attention is masked at document boundaries
+    lora: LoraConfig = field(default_factory=LoraConfig)
     passes: int = 1  # micro-batches of a step in each process
     zero: int = 0  # parallel.zero, and the sizes of the axes of the mesh
     replicate: int = 1
@@ -88,6 +89,10 @@ class MemorySettings:
     def expert_shard(self) -> int:
         """Processes that share one copy of the states of an expert."""
         return self.shard if self.is_fsdp else self.shard * self.context * self.tensor // self.expert
+
+    def trained(self, model: ModelConfig) -> int:
+        """Values that are updated, of a model as held: those of the adapters where there are some, else all."""
+        return self.lora.parameters(model) if self.lora.rank else parameter_counts(model)["total"]
 
     def held(self, model: ModelConfig) -> ModelConfig:
         """A model as large as what this process holds."""

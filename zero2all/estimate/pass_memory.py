@@ -163,7 +163,8 @@ class _Blocks:
         self.copy_bytes = ops["linear"].input_copy_bytes
         # The output of a norm is saved by the linear layer after it, as it is or as a copy.
         self.norm, self.normed = ops["rms_norm"].saved(sizes) / share, (self.copy_bytes or self.width) * self.hidden
-        self.attention = self._saved_by_attention()
+        narrow_results = (settings.lora.rank or 0) * len(settings.lora.targets_of(model))
+        self.attention = self._saved_by_attention() + self.width * narrow_results
         self.dropout = 2 * self.hidden / share if model.residual_dropout else 0
         self.feed_forward = {
             False: ops["feed_forward"].saved(sizes),

@@ -3,7 +3,7 @@
 - cloze: the text of each choice is scored after the question. Per byte, since longer texts are always less likely; and
   by PMI, log P(choice | question) - log P(choice | "Answer:"), since some texts are likely after anything.
 - choice: the choices stand in the prompt with labels, and the labels are scored.
-- bits: bits per byte of the right answer alone. Moves first, and has no chance level.
+- bits: bits per byte of the right answer alone. It moves before accuracy does, and has no chance level.
 - generate: the model writes, and the answer is looked for in what it wrote.
 
 Few-shot prompts put solved examples of another split before the item, the same ones for the same seed. The wording is

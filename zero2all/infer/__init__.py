@@ -12,6 +12,7 @@ boundary    prompts that end in the middle of a token
 text        prompts and tokens as text: streaming, stop strings
 service     the engine in a thread of its own
 chat        a conversation as a prompt: by a template, as its text asks, or as plain text
+tools       thoughts and calls in an answer; the calculator that it may call
 prompts     prompts from a file, each with its settings
 batch       many prompts as one batch, their results on disk, over kills
 conversation, talk   a conversation as it grows, and the terminal it is held in

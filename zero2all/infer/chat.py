@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.common.errors import UsageError, UserError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
-from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message, own_template
+from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Dialogue, Message, own_template
 from zero2all.tokenizer.template import ChatTemplate, folder_template, own_chat
 from zero2all.train.saved_config import FINETUNE_FILE
 
@@ -100,7 +100,7 @@ def _check(messages: Sequence[Message], frame: str) -> None:
 
 def _by_template(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
     template = _template_of(loaded) or own_chat(loaded.tokenizer)
-    return ChatPrompt(template.encode(messages), (), template.end_ids, heal=False, how="template")
+    return ChatPrompt(template.encode(Dialogue(messages)), (), template.end_ids, heal=False, how="template")
 
 
 def _template_of(loaded: LoadedModel) -> ChatTemplate | None:

@@ -89,7 +89,7 @@ class TextJob:
             if stop is not None:
                 text, self._held, finish = text + self._held[:stop], "", "stop"
                 break
-            kept = _possible_beginning(self._held, self.request.stop)
+            kept = possible_beginning(self._held, self.request.stop)
             text, self._held = text + self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         if finish is not None:
             text, self.is_done = text + self._held, True  # what was held back turned out to be no stop string
@@ -176,7 +176,7 @@ def _first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(found, default=None)
 
 
-def _possible_beginning(text: str, stops: Sequence[str]) -> int:
+def possible_beginning(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the beginning of a stop string."""
     for count in range(min(len(text), max(map(len, stops), default=1) - 1), 0, -1):
         if any(stop.startswith(text[-count:]) for stop in stops):

@@ -258,10 +258,23 @@ class LoraConfig:
         most = LORA_TARGETS[:4] if model.moe.experts else LORA_TARGETS
         return () if self.rank is None else tuple(name for name in most if name in (self.targets or most))
 
+    def parameters(self, model: ModelConfig) -> int:
+        """Values of all adapters."""
+        shapes = lora_shapes(model)
+        return (self.rank or 0) * model.layers * sum(sum(shapes[name]) for name in self.targets_of(model))
+
     def problems(self, place: str) -> list[Problem]:
         """Adapters on nothing would train nothing."""
         empty = self.targets is not None and not self.targets
         return [Problem(f"{place}.targets", self.targets, f"some of {', '.join(LORA_TARGETS)}, or null")] * empty
+
+
+def lora_shapes(config: ModelConfig) -> dict[LoraTarget, tuple[int, int]]:
+    """(outputs, inputs) of each target; with the config of a tensor rank, of what it has."""
+    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
+    shapes = [(heads * size, hidden) for heads in (config.heads, config.kv_heads, config.kv_heads)]
+    shapes += [(hidden, config.heads * size), (inner, hidden), (inner, hidden), (hidden, inner)]
+    return dict(zip(LORA_TARGETS, shapes, strict=True))
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:

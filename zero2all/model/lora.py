@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from zero2all.model.config import LORA_TARGETS, LoraConfig, LoraTarget, ModelConfig
+from zero2all.model.config import LORA_TARGETS, LoraConfig, LoraTarget, ModelConfig, lora_shapes
 from zero2all.model.init import generator_of
 from zero2all.model.moe import routers
 from zero2all.model.z2all import Z2all
@@ -31,19 +31,11 @@ PLACES: dict[LoraTarget, tuple[str, str, slice]] = {
 """Of each target: the layer that computes it, its logical parameter, and its rows there."""
 
 
-def matrix_shapes(config: ModelConfig) -> dict[LoraTarget, tuple[int, int]]:
-    """(outputs, inputs) of each target; with the config of a tensor rank, of what it has."""
-    hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_size
-    shapes = [(config.heads * size, hidden), (config.kv_heads * size, hidden), (config.kv_heads * size, hidden)]
-    shapes += [(hidden, config.heads * size), (inner, hidden), (inner, hidden), (hidden, inner)]
-    return dict(zip(LORA_TARGETS, shapes, strict=True))
-
-
 def adapter_shapes(config: ModelConfig, lora: LoraConfig) -> Iterator[tuple[int, LoraTarget, str, tuple[int, int]]]:
     """(layer, target, name of the adapter, (outputs, inputs)), in the order of the model's parameters."""
     for layer in range(config.layers):
         for target in lora.targets_of(config):
-            yield layer, target, f"blocks.{layer}.{PLACES[target][0]}.lora.{target}", matrix_shapes(config)[target]
+            yield layer, target, f"blocks.{layer}.{PLACES[target][0]}.lora.{target}", lora_shapes(config)[target]
 
 
 def initial_adapters(config: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Tensor]:
@@ -92,7 +84,7 @@ def add_adapters(model: Z2all, lora: LoraConfig, config: ModelConfig) -> None:
     if lora.rank is None:
         return
     model.requires_grad_(False)
-    model.lora, shapes = lora, matrix_shapes(config)
+    model.lora, shapes = lora, lora_shapes(config)
     for _, router in routers(model):
         router.rate = 0.0  # its biases belong to the model that is frozen
     # float8 has too few digits for a path of rank r, and its kernels take no such matrices.

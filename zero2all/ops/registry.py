@@ -1,8 +1,9 @@
 """Chooses, once and before the model is built, which implementation of each operator it uses.
 
-Each operator's file lists its implementations, best first. `auto` takes the first whose check passes. A named one that
-cannot run here is an error, or, without `strict`, falls back to `auto` with the reason. What was asked, what was taken
-and why is returned as data, so that it can be printed, logged and saved in the checkpoint.
+Each operator's file lists its implementations by preference: the faster one first, an approximation last. `auto` takes
+the first whose check passes. A named one that cannot run here is an error, or, without `strict`, falls back to `auto`
+with the reason. What was asked, what was taken and why is returned as data, so that it can be printed, logged and saved
+in the checkpoint.
 
 Compilation is independent of this: `ops.compile` puts torch.compile around the blocks or the trunk, whichever
 implementations are inside. One that it cannot trace (compile_safe is False) runs as it is, between two graph breaks;

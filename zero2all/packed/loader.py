@@ -80,7 +80,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are fetched; none of it changes what is in them."""
+    """Which part of a batch this rank reads, and how it is fetched; none of it changes the global batch."""
 
     rank: int = 0
     ranks: int = 1

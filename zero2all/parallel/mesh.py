@@ -41,8 +41,8 @@ DENSE = ("pipeline", "replicate", "shard", "context", "tensor")
 EXPERT = ("pipeline", "replicate", "expert_shard", "expert")
 
 Spread = Literal["cut", "copied", "expert"]
-"""How a parameter lies on the mesh: dense and cut over the tensor axis (or not at all, where there is none); a copy on
-every tensor rank, each of which sees only some of the tokens; or cut over the expert axis."""
+"""How a parameter lies on the mesh. `cut`: over the tensor axis, so it is whole where that axis has one rank; `copied`:
+on every tensor rank, each of which sees only some of the tokens; `expert`: cut over the expert axis."""
 
 
 @dataclass(frozen=True)

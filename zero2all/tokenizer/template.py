@@ -73,10 +73,22 @@ class ChatTemplate:
 
     # ---- prompts --------------------------------------------------------------------------------------------------
 
-    def encode(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+    def encode(self, dialogue: Dialogue) -> list[int]:
         """The ids of a conversation, up to where the assistant is to write."""
-        mark, values = self._without_names(_values(Dialogue(messages, thinking=thinking)))
-        text = self._text(values, ask=True)
+        mark, values = self._without_names(_values(dialogue))
+        return self._ids(self._text(values, ask=True), mark)
+
+    def encode_after(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
+        """The ids that follow an answer which the model has written: its end, `messages`, and up to where the assistant
+        is to write again. The ids of the answer stay as they are; encoded from its text they might be others."""
+        answer = _unused_character(list(_strings([message.values() for message in messages])))
+        asked = Dialogue([Message("user", "?"), Message(LEARNED_ROLE, answer), *messages], thinking=thinking)
+        if self._dropped_messages(asked):
+            raise TemplateError("The template leaves out what a tool has answered.")
+        mark, values = self._without_names(_values(asked))
+        return self._ids(self._text(values, ask=True).partition(answer)[2], mark)
+
+    def _ids(self, text: str, mark: str) -> list[int]:
         plain = text.replace(OPEN, "").replace(CLOSE, "")
         if mark not in text and (ids := self.tokenizer.encode_marked(plain)) is not None:
             # A normalizer may have made a name of what was none: of full-width letters, say.

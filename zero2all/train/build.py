@@ -81,6 +81,7 @@ def build_state(
     how += [f"offload {config.parallel.offload}"] if config.parallel.offload != "none" else []
     notes = [
         f"model: {size} on {where}, {', '.join([*how, config.train.precision])}",
+        *lora_notes(config),
         *_unused_notes(config, world),
         *_half_precision_notes(world.device, dtype),
         *ops.notes(),
@@ -165,6 +166,19 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
         require_memory(config.model, settings, free, compiled)
 
     world.run_together(check)
+
+
+def lora_notes(config: RunConfig) -> list[str]:
+    """What adapters train, and what they change."""
+    lora, model = config.finetune.lora, config.model
+    if lora.rank is None:
+        return []
+    trained, total = (count / 1e6 for count in (lora.parameters(model), parameter_counts(model)["total"]))
+    return [
+        f"LoRA: rank {lora.rank} on {', '.join(lora.targets_of(model))}: {trained:.2f} M parameters are trained, "
+        f"{total:.2f} M are frozen. Where the feed-forward has adapters it is computed step by step, not fused. The "
+        f"memory estimate of a pass is an upper bound"
+    ]
 
 
 def _unused_notes(config: RunConfig, world: World) -> list[str]:

@@ -16,6 +16,7 @@ from zero2all.packed.shard_format import PackedSplit
 from zero2all.parallel.world import World
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class RunContext:
     """What the run was resumed from."""
     notes: list[str]
     """What the user should know before the run starts: choices, fallbacks, differences to an earlier attempt."""
+    objective: Objective | None = None
+    """What the run learns; None: the mean loss of the tokens that count."""
 
     @property
     def run(self) -> Path:

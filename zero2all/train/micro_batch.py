@@ -32,7 +32,7 @@ from zero2all.estimate.local_model import HeldStage
 from zero2all.estimate.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
-from zero2all.ops.registry import Ops
+from zero2all.ops.registry import Ops, footprints
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.buckets import plan_buffers
 from zero2all.parallel.config import MeshSizes
@@ -214,14 +214,17 @@ def memory_settings(
 ) -> MemorySettings:
     """The inputs of the memory estimate for a run on `mesh` with micro-batches of `samples` samples. `workspace_bytes`
     of cuBLAS on a GPU that is not here; None: on this machine."""
-    rows = rows_of_rank(config, mesh)
+    rows, lora = rows_of_rank(config, mesh), config.finetune.lora
+    # Adapters take the feed-forward apart. What they spare of a pass, gradients of frozen matrices, is counted still.
+    is_apart = lora.rank and ops.taken["linear"] != "fp8"
     settings = MemorySettings(
         seq_len=config.data.seq_len,
         micro_batch_samples=samples,
         precision=config.train.precision,
         optimizer=config.optim.kind,
         kahan=config.optim.bf16_rounding == "kahan" and config.train.precision == "bfloat16",
-        operators=ops.footprints,
+        operators=footprints(ops.taken | {"linear": "plain"}) if is_apart else ops.footprints,
+        lora=lora,
         recompute=config.train.recompute,
         recompute_every=config.train.recompute_every,
         documents=config.data.document_mask,
@@ -242,7 +245,7 @@ def memory_settings(
         workspace_bytes=workspace_here() if workspace_bytes is None else workspace_bytes,
     )
     cuts_model = settings.tensor * settings.pipeline * settings.expert > 1
-    if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model:
+    if settings.zero not in (1, 2) or settings.shard == 1 or cuts_model or lora.rank:
         return settings
     bucket_values = int(settings.bucket_bytes) // settings.gradient_bytes
     return dataclasses.replace(
@@ -332,6 +335,7 @@ def deciding(config: RunConfig, ops: Ops, world: World) -> dict[str, Any]:
         "precision": config.train.precision,
         "recompute": [config.train.recompute, config.train.recompute_every],
         "z_loss": config.train.z_loss > 0,
+        **({"lora": dataclasses.asdict(config.finetune.lora)} if config.finetune.lora.rank else {}),
         "optimizer": [config.optim.kind, config.optim.bf16_rounding],
         "ops": {**ops.taken, "compile": ops.compile},
         "processes": list(dataclasses.astuple(world.mesh.sizes)),

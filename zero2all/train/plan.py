@@ -37,11 +37,11 @@ from zero2all.parallel.check import arithmetic, check_spread, idle_settings
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device, set_memory_settings
 from zero2all.parallel.mesh import DENSE, GRADIENT_AXES, Mesh, axis_length, coordinates
-from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table
+from zero2all.parallel.parameter_table import LogicalParameter, held_table, layout_table, trained_table
 from zero2all.parallel.pipeline import make_stages, model_costs
 from zero2all.parallel.schedule import predicted_bubble
 from zero2all.parallel.world import World, asked_processes
-from zero2all.train.build import op_context
+from zero2all.train.build import lora_notes, op_context
 from zero2all.train.checkpoints.store import CheckpointStore
 from zero2all.train.guards.documents import Decode
 from zero2all.train.micro_batch import least_samples, memory_settings, stage_settings
@@ -235,7 +235,7 @@ def _ranks_along(sizes: MeshSizes, name: str) -> list[int]:
 
 def plan_layout(config: RunConfig, sizes: MeshSizes) -> list[Held]:
     """Every kind of parameter, as rank 0 would hold it if it had all blocks."""
-    table = layout_table(config.model)
+    table = trained_table(config.model, config.finetune.lora)
     held = held_table(table, {one.holder for one in table}, Mesh(sizes))
     alike: dict[tuple[str, tuple[int, ...]], list[LogicalParameter]] = {}
     for one in held:
@@ -278,6 +278,7 @@ def plan_notes(plan: Plan) -> list[str]:
     """What the tables mean for the choice of links, and the arithmetic of the batch."""
     lines = [
         *_device_notes(plan),
+        *lora_notes(plan.config),
         *_bubble_notes(plan),
         *_link_notes(plan),
         *_group_notes(plan),

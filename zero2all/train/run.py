@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from zero2all.common.errors import (
@@ -44,6 +45,7 @@ from zero2all.train.guards.documents import Decode
 from zero2all.train.hooks.diloco import open_ranks, with_group
 from zero2all.train.hooks.reports import RunLog
 from zero2all.train.hooks.shard_check import noting_damage, set_damage_aside
+from zero2all.train.objective import Objective
 from zero2all.train.saved_config import CONFIG_FILE, save_run_config
 from zero2all.train.setup import prepare
 from zero2all.train.state import TrainState
@@ -61,13 +63,15 @@ def train(
     accept_changes: bool = False,
     take_over: bool = False,
     make_decode: Callable[[], Decode] | None = None,
+    make_objective: Callable[[RunContext], Objective | None] = lambda _: None,
     say: Callable[[str], None] = log,
     brief: bool = False,
     started: float | None = None,
 ) -> TrainSummary:
     """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
-    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief` leaves the notes of the
-    start to the metrics. `started`: when the command began, for the time to the first loss; None: now."""
+    `make_decode` loads the tokenizer's decoder, for the pages that explain incidents; `make_objective` makes what a
+    fine-tuned run learns (`finetune.objectives`). `brief` leaves the notes of the start to the metrics. `started`: when
+    the command began, for the time to the first loss; None: now."""
     started = time.time() if started is None else started
     run = workspace.run(config.train.name)
     config = with_group(config)
@@ -84,6 +88,9 @@ def train(
         stack.enter_context(noting_damage(store))
         context, state = prepare(config, workspace, world, store, accept_changes, fresh)
         prepare_seconds = time.monotonic() - began
+        context = replace(context, objective=make_objective(context))
+        has_objective = context.objective is not None
+        assert has_objective == config.finetune.has_objective, "the caller hands down finetune.objectives.objective_of"
         if fresh:  # only now, after all checks
             if store.memory is not None:
                 store.memory.remove()

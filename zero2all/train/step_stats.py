@@ -7,6 +7,7 @@ device computes the next step.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,8 @@ class StepStats:
     `grad_norm`: before clipping (until the sum this process's share of its square); `refused`, `stop_requested`,
     `folder_changed`: 1 if so in any process. `channel_nats`, `channel_counts` (channels,), `row_nats`, `row_counts`
     (rows of the global batch,): summed loss and summed token weights. `paces` (ranks, 2): seconds of each rank, of
-    several (`hooks.stragglers`). `expert_loads` (blocks with experts, experts): tokens that each expert got.
+    several (`hooks.stragglers`). `expert_loads` (blocks with experts, experts): tokens that each expert got. `numbers`:
+    what the objective counts (`train.objective`).
     """
 
     loss: Tensor
@@ -42,11 +44,12 @@ class StepStats:
         ranks: int = 1,
         experts: tuple[int, int] = (0, 0),
         device: torch.device | str = "cpu",
+        numbers: int = 0,
     ) -> None:
         """`experts`: blocks with experts, and experts of each."""
         self._shape = (channels, rows, ranks, experts)
         paces = (ranks if ranks > 1 else 0, 2)
-        self._sizes = [len(SCALARS), channels, channels, rows, rows, paces[0] * 2, experts[0] * experts[1]]
+        self._sizes = [len(SCALARS), channels, channels, rows, rows, paces[0] * 2, experts[0] * experts[1], numbers]
         self._name_views(torch.zeros(sum(self._sizes), dtype=torch.float64, device=device))
 
     def _name_views(self, values: Tensor) -> None:
@@ -54,14 +57,14 @@ class StepStats:
         scalars, *others = values.split(self._sizes)
         for name, scalar in zip(SCALARS, scalars.unbind(), strict=True):
             setattr(self, name, scalar)
-        self.channel_nats, self.channel_counts, self.row_nats, self.row_counts, paces, loads = others
+        self.channel_nats, self.channel_counts, self.row_nats, self.row_counts, paces, loads, self.numbers = others
         self.paces, self.expert_loads = paces.view(-1, 2), loads.view(self._shape[3])
 
     def to_host(self) -> tuple[StepStats, torch.cuda.Event | None]:
         """A copy on the host, and the event after which it is there; on a CPU itself."""
         if not self.values.is_cuda:
             return self, None
-        host = StepStats(*self._shape)
+        host = StepStats(*self._shape, numbers=len(self.numbers))
         host._name_views(torch.empty(self.values.shape, dtype=torch.float64, pin_memory=True))
         host.values.copy_(self.values, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -92,6 +95,7 @@ class StepResult:
     """Earliest and latest time at which it ended, by the host's clock, in seconds since the epoch."""
     expert_loads: np.ndarray | None = None  # (blocks with experts, experts) tokens that each expert got
     paces: np.ndarray | None = None  # (ranks, 2) the `pace` of each; None: one process
+    numbers: Sequence[float] = ()  # of the objective, summed over all rows
 
 
 class PendingStep:
@@ -131,4 +135,5 @@ class PendingStep:
             ended_between=between,
             expert_loads=stats.expert_loads.numpy() if stats.expert_loads.numel() else None,
             paces=stats.paces.numpy() if stats.paces.numel() else None,
+            numbers=stats.numbers.tolist(),
         )

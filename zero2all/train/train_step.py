@@ -24,6 +24,7 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import StepLimits
+from zero2all.train.objective import Objective, Scored
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep, StepStats
 from zero2all.train.step_timer import StepTimer
@@ -45,12 +46,14 @@ class StepPlan:
     """Whether this process, rank 0, found something in the run's folder; the others learn it from the stats."""
     pace: tuple[float, float] = (0.0, 0.0)
     """Seconds of this process in a step before (`stragglers`); the others learn them from the stats."""
-    decay_share: float = 1.0
+    weight_decay_share: float = 1.0
     """Of the weight decay (`optim.decay_schedule`)."""
     momentum: float | None = None
     """Of Muon, by its schedule; None: optim.momentum."""
     is_rerun: bool = False
     """Compute everything but the update: the same step follows."""
+    objective: Objective | None = None
+    """What is learned; None: the mean loss of the tokens that count."""
 
 
 def train_step(
@@ -63,10 +66,10 @@ def train_step(
     torch.manual_seed(_step_key(config.train.seed, state.step, rank))
     for _, router in routers(state.model):
         router.load.zero_()
-    row_nats, row_counts = forward_backward(state, batch, config, world, timer)
+    sums = forward_backward(state, batch, config, world, timer, plan.objective)
     stats = _own_stats(state, batch, channels, world, plan)
     if world.mesh.reports:
-        add_losses(stats, batch, row_nats, row_counts)
+        add_losses(stats, batch, *sums)
     # Gradients were summed during the last backward pass (parallel/reduce.py); here only the stats are.
     world.mesh.world.sum(stats.values)
     norm = stats.grad_norm.sqrt()
@@ -84,16 +87,27 @@ def train_step(
 
 
 def forward_backward(
-    state: TrainState, batch: Batch, config: RunConfig, world: World, timer: StepTimer
-) -> tuple[Tensor, Tensor]:
-    """Accumulate the gradient; returns the summed loss and the summed token weights of each row of this process,
-    float64."""
+    state: TrainState,
+    batch: Batch,
+    config: RunConfig,
+    world: World,
+    timer: StepTimer,
+    objective: Objective | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accumulate the gradient; returns the summed loss and the summed token weights of each row of this process, and
+    the numbers of the objective, float64."""
     passes = _Passes(state, batch, config, world, timer)
+    numbers = passes.weigh(objective)
     if state.pipeline is None:
         passes.run()
     else:
         passes.run_pipeline()
-    return passes.row_nats, passes.counts.sum(dim=1, dtype=torch.float64)
+    return passes.row_nats, passes.counts.sum(dim=1, dtype=torch.float64), numbers
+
+
+def score(state: TrainState, batch: Batch, config: RunConfig, world: World) -> Scored:
+    """The loss of every target of the rows of this process, without gradient. Called by every process."""
+    return _Passes(state, batch, config, world, StepTimer(world.device)).score()
 
 
 class _Passes:
@@ -101,6 +115,7 @@ class _Passes:
 
     def __init__(self, state: TrainState, batch: Batch, config: RunConfig, world: World, timer: StepTimer) -> None:
         self.state, self.timer, self.device, self.z_loss = state, timer, world.device, config.train.z_loss
+        self.batch, self.mesh = batch, world.mesh
         self.wide = torch.promote_types(state.weights.dtype, torch.float32)
         self.tokens = torch.as_tensor(batch.tokens)
         masked = batch.document_ids is not None and config.data.document_mask
@@ -108,10 +123,46 @@ class _Passes:
         rows, self.seq_len = self.tokens.shape[0], self.tokens.shape[1] - 1
         self.places = places_of(config.model, config.parallel, world.mesh, self.seq_len, self.device)
         self.counts = own_tokens(self._weights_of_targets(batch), self.places)  # (B, T)
-        self.counted = world.mesh.loss.sum(self.counts.sum(dtype=torch.float64)).clamp(min=1.0)
         self.row_nats = torch.zeros(rows, dtype=torch.float64, device=self.device)
         self.micro = micro_rows(config, state.micro_batch_samples, self.seq_len)
         self.slices = [slice(first, min(first + self.micro, rows)) for first in range(0, rows, self.micro)]
+
+    def weigh(self, objective: Objective | None) -> Tensor:
+        """Set the share of each target in the loss of the global batch, (B, S); returns the objective's numbers."""
+        if objective is None:
+            counted = self.mesh.loss.sum(self.counts.sum(dtype=torch.float64)).clamp(min=1.0)
+            self.shares = (self.counts / counted).to(self.wide)
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        weights, numbers = objective.weights(self.score())
+        self.shares = weights.to(self.wide)
+        # Each process with a part of a row has the numbers of the whole row.
+        return numbers if self.mesh.context.rank == 0 else torch.zeros_like(numbers)
+
+    @torch.no_grad()
+    def score(self) -> Scored:
+        """Forward passes only."""
+        nats = torch.zeros(self.counts.shape, dtype=self.wide, device=self.device)
+        for here in self.slices:
+            ids = self.tokens[here].to(self.device, non_blocking=True)
+
+            def forward(
+                stage: PipelineStage | None, _: int, x: Tensor | None, here: slice = here, ids: Tensor = ids
+            ) -> Tensor:
+                hidden = self._hidden(here, ids, stage, x)
+                if stage is None or stage.is_last:
+                    targets = own_tokens(ids[:, 1:], self.places)
+                    nats[here] = self.state.model.head_loss(hidden, targets, self.counts[here])[1]
+                self.timer.mark("score")
+                return hidden
+
+            if self.state.pipeline is None:
+                forward(None, 0, None)
+            else:
+                self.state.pipeline.forward_only(len(ids), self.seq_len, forward)
+        for _, router in routers(self.state.model):
+            router.load.zero_()  # tokens are counted once
+        mesh, places = self.mesh, self.places
+        return Scored(nats, self.counts, self.batch, lambda x: own_tokens(x, places), mesh.context.sum, mesh.batch.sum)
 
     def _weights_of_targets(self, batch: Batch) -> Tensor:
         """How much each target counts in the loss, (B, T)."""
@@ -156,26 +207,32 @@ class _Passes:
 
     def _to_device(self, here: slice) -> tuple[Tensor, Tensor]:
         """The ids of some rows (B, T + 1), and the share of each target in the loss of the global batch."""
-        return self.tokens[here].to(self.device, non_blocking=True), (self.counts[here] / self.counted).to(self.wide)
+        return self.tokens[here].to(self.device, non_blocking=True), self.shares[here]
 
     def _forward(
         self, here: slice, ids: Tensor, shares: Tensor, stage: PipelineStage | None = None, x: Tensor | None = None
     ) -> Tensor:
         """What to call backward on; of a stage that is not the last: what the next one gets."""
-        model, scale = self.state.model, self.state.loss_scale
+        scale = self.state.loss_scale
+        hidden = self._hidden(here, ids, stage, x)
+        self.timer.mark("forward")
+        if stage is not None and not stage.is_last:
+            return hidden
+        targets = own_tokens(ids[:, 1:], self.places)
+        total, losses = self.state.model.head_loss(hidden, targets, shares, self.z_loss)
+        self._keep_losses(here, losses)
+        self.timer.mark("loss")
+        return total if scale is None else total * scale.scale
+
+    def _hidden(self, here: slice, ids: Tensor, stage: PipelineStage | None, x: Tensor | None) -> Tensor:
+        """What the model gives before the head; of a stage that is not the last: what the next one gets."""
         documents = None
         if self.document_ids is not None:
             documents = self.document_ids[here, :-1].to(self.device, non_blocking=True)
         self.timer.mark("collate")
-        here_ids = own_tokens(ids[:, :-1], self.places)
-        hidden: Tensor = model(here_ids, document_ids=documents, places=self.places, stage=stage, x=x)
-        self.timer.mark("forward")
-        if stage is not None and not stage.is_last:
-            return hidden
-        total, losses = model.head_loss(hidden, own_tokens(ids[:, 1:], self.places), shares, self.z_loss)
-        self._keep_losses(here, losses)
-        self.timer.mark("loss")
-        return total if scale is None else total * scale.scale
+        tokens = own_tokens(ids[:, :-1], self.places)
+        hidden: Tensor = self.state.model(tokens, document_ids=documents, places=self.places, stage=stage, x=x)
+        return hidden
 
     def _keep_losses(self, here: slice, losses: Tensor) -> None:
         self.row_nats[here] = (losses * self.counts[here]).sum(dim=1, dtype=torch.float64)
@@ -190,7 +247,8 @@ def _own_stats(state: TrainState, batch: Batch, channels: int, world: World, pla
     """What this process adds to the sum over all of them, except losses."""
     model = state.model.config
     experts = (model.expert_layers, model.moe.experts)
-    stats = StepStats(channels, batch.global_rows, world.size, experts, world.device)
+    numbers = 0 if plan.objective is None else len(plan.objective.metrics)
+    stats = StepStats(channels, batch.global_rows, world.size, experts, world.device, numbers)
     stats.stop_requested.fill_(plan.stop_requested)  # an assignment would copy the number and wait for the copy
     stats.folder_changed.fill_(plan.folder_changed)
     stats.grad_norm.copy_(state.weights.squared_norm_share())
@@ -202,14 +260,15 @@ def _own_stats(state: TrainState, batch: Batch, channels: int, world: World, pla
     return stats
 
 
-def add_losses(stats: StepStats, batch: Batch, row_nats: Tensor, row_counts: Tensor) -> None:
-    """Write the losses of this process's rows into the stats of the global batch."""
+def add_losses(stats: StepStats, batch: Batch, row_nats: Tensor, row_counts: Tensor, numbers: Tensor) -> None:
+    """Write the losses of this process's rows into the stats of the global batch, and the objective's numbers."""
     channel_of = torch.as_tensor(batch.channels).to(row_nats.device, non_blocking=True)
     own = slice(batch.first_row, batch.first_row + batch.real_rows)
     stats.channel_nats.copy_(_by_channel(row_nats, channel_of, len(stats.channel_nats)))
     stats.channel_counts.copy_(_by_channel(row_counts, channel_of, len(stats.channel_counts)))
     stats.row_nats[own] = row_nats[: batch.real_rows]
     stats.row_counts[own] = row_counts[: batch.real_rows]
+    stats.numbers.copy_(numbers)
 
 
 def _by_channel(of_rows: Tensor, channel_of: Tensor, channels: int) -> Tensor:
@@ -253,7 +312,7 @@ def _judge_and_update(state: TrainState, stats: StepStats, norm: Tensor, clip_gr
 def update(state: TrainState, plan: StepPlan, scale: Tensor, refused: Tensor) -> None:
     """Update with the gradient times `scale`, unless `refused` (both on the device); then set the gradient to zero."""
     wide = torch.promote_types(state.weights.dtype, torch.float32)
-    state.optimizer.set_learning_rate(plan.lr, plan.decay_share, plan.momentum)
+    state.optimizer.set_learning_rate(plan.lr, plan.weight_decay_share, plan.momentum)
     state.optimizer.step(torch.where(refused, 1.0, scale).to(wide), refused)
     if not state.optimizer.writes_weights:
         state.weights.publish_masters()

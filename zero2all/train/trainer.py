@@ -28,10 +28,10 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.progress import counted
 from zero2all.common.signals import StopRequest
-from zero2all.config.schedule import decay_share, learning_rate, muon_momentum
+from zero2all.config.schedule import learning_rate, muon_momentum, weight_decay_share
 from zero2all.config.training import model_at
 from zero2all.model.rope import rope_tables
-from zero2all.packed.loader import Batch, Loader, LoaderOptions, read_batch
+from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.resilience.heartbeat import beat, warm_up, watch_device
 from zero2all.train.anneal import ANNEAL_STAGE
@@ -51,6 +51,7 @@ from zero2all.train.hooks.reports import RunLog, UpdateRatios
 from zero2all.train.hooks.stragglers import Stragglers
 from zero2all.train.hooks.validation import Validation
 from zero2all.train.micro_batch import memory_settings
+from zero2all.train.objective import Batches
 from zero2all.train.resume import load_checkpoint
 from zero2all.train.run_data import open_data
 from zero2all.train.sanity import (
@@ -191,6 +192,8 @@ class Trainer:
         with state.tensors() as tensors:
             checkpoint_bytes = self.store.prepare(tensors)
         self.checkpoints.prepare_memory()
+        if context.objective is not None:
+            context.objective.begin(state)
         if state.step < state.last_step:
             notes = self._check_before_first_step(checkpoint_bytes)
             self.log.event("sanity", {"notes": notes})
@@ -199,7 +202,7 @@ class Trainer:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around all steps: the progress bar, garbage collection on a schedule, what hooks do in the background. They
-        begin after a checkpoint that turns out to be damaged was left."""
+        begin only once a checkpoint with values that no training writes has been left for an older one."""
         tokens = self.state.tokens_at_end(self.config.train.tokens_per_step)
         with (
             scheduled_garbage_collection() as self.collect_garbage,
@@ -211,11 +214,14 @@ class Trainer:
                 stack.enter_context(hook.running())
             yield
 
-    def open_batches(self) -> Loader:
+    def open_batches(self) -> Batches:
         """The batches from here to the last step. The position in the data is the number of tokens seen, so a changed
         train.tokens_per_step repeats and skips nothing."""
         data, state, batch = self.config.data, self.state, self.world.mesh.batch
         self._set_rope_tables()
+        own = None if self.context.objective is None else self.context.objective.batches(state)
+        if own is not None:
+            return own
         options = LoaderOptions(
             *self.config.batch_place(batch.rank, batch.size),
             documents=data.document_mask,
@@ -254,10 +260,11 @@ class Trainer:
         plan = StepPlan(
             lr=learning_rate(state.step, config.train.steps, config.optim.lr_max, *course),
             momentum=muon_momentum(state.step, config.train.steps, config.optim, *course),
-            decay_share=decay_share(state.step, config.train.steps, config.optim),
+            weight_decay_share=weight_decay_share(state.step, config.train.steps, config.optim),
             stop_requested=self.stop.requested or self.checkpoints.shard_check.is_found,
             folder_changed=self.anneal.found,
             pace=self.stragglers.own,
+            objective=self.context.objective,
         )
         return self.guards.plan(plan)
 
@@ -356,8 +363,8 @@ class Trainer:
         if keep.every_steps and kept_steps < margin and config.guards.loss_spike == "rollback":
             notes.append(
                 f"warning: after spikes no checkpoint may be old enough to go back to: {keep.keep_last} are kept, one "
-                f"every {counted(keep.every_steps, 'step')}, and guards.rollback_margin_steps is {margin}. Save more "
-                f"rarely, or raise checkpoint.keep_last"
+                f"every {counted(keep.every_steps, 'step')}, and guards.rollback_margin_steps is {margin}. "
+                f"Raise checkpoint.keep_last, or save less often, so that those that are kept are older"
             )
         if self.world.device.type == "cuda":
             settings = memory_settings(config, state.model.ops, self.world.mesh, state.micro_batch_samples)
@@ -397,7 +404,8 @@ class Trainer:
             self.rollback(Rollback(target, None, reason))
 
     def _restore(self, checkpoint: Checkpoint) -> None:
-        """Restore guards and stage. A stage that begins right after the checkpoint has not begun in it."""
+        """Restore guards and stage. The stage is that of the checkpoint's last step: one that begins with the next step
+        is yet to be entered."""
         self.guards.restore(checkpoint)
         self.validation.restore(checkpoint)
         self.state.stage = str(checkpoint.record.get("stage") or "")

@@ -1,7 +1,5 @@
 """Small checkpoints, forged ones, and ranks to save them with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -105,7 +103,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from zero2all.parallel.parts import Box, Part
+from zero2all.parallel.parts import Box, TensorPart
 from zero2all.parallel.shards import box as box_of, local as local_part
 from zero2all.train.checkpoints.retention import Retention
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -118,10 +116,10 @@ dist.init_process_group(
 
 def part_of(tensor):
     if not isinstance(tensor, DTensor):
-        return Part.whole(tensor)
+        return TensorPart.whole(tensor)
     place = box_of(tensor)
     lengths = tuple(along.stop - along.start for along in place)
-    return Part(local_part(tensor), tuple(tensor.shape), Box(tuple(along.start for along in place), lengths))
+    return TensorPart(local_part(tensor), tuple(tensor.shape), Box(tuple(along.start for along in place), lengths))
 
 def parts(tensors):
     return {name: part_of(tensor) for name, tensor in tensors.items()}

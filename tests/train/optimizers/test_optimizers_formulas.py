@@ -1,7 +1,5 @@
 """Each optimizer against its formulas, written again in float64 with numpy, over 20 steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -88,7 +86,7 @@ def polar(u, iterations):
     return x * np.sqrt(min(x.shape)) / length(x)
 
 
-def muon(name, mu=0.7, nesterov=True, iterations=5, b2=0.9, cautious=True, decay_share=1.0):
+def muon(name, mu=0.7, nesterov=True, iterations=5, b2=0.9, cautious=True, weight_decay_share=1.0):
     if TABLE[name].kind != "matrix":
         return adamw(name)
     turns, columns = TABLE[name].alternating, SHAPES[name][-1]
@@ -107,7 +105,7 @@ def muon(name, mu=0.7, nesterov=True, iterations=5, b2=0.9, cautious=True, decay
                 o = o / np.sqrt(means[at])
                 o *= before / length(o)
             o = o * np.sqrt(max(1, o.shape[0] / columns))
-            decays = DECAY * decay_share * (np.sign(o) * np.sign(old[rows]) >= 0 if cautious else 1.0)
+            decays = DECAY * weight_decay_share * (np.sign(o) * np.sign(old[rows]) >= 0 if cautious else 1.0)
             whole[rows] = old[rows] - lr * o - lr * decays * old[rows]
         w = whole.reshape(w.shape)
     return w
@@ -234,9 +232,9 @@ def test_the_momentum_and_the_decay_of_a_step_can_be_set():
     optimizer = build_optimizer(whole_masters({"wide": parameter}, slopes), config, table)
     for rate, gradient in zip(rates(), gradients("wide"), strict=True):
         slopes["wide"] = torch.tensor(gradient)
-        optimizer.set_learning_rate(rate, decay_share=0.25, momentum=0.7)
+        optimizer.set_learning_rate(rate, weight_decay_share=0.25, momentum=0.7)
         optimizer.step()
-    np.testing.assert_allclose(parameter.numpy(), muon("wide", b2=0.0, decay_share=0.25), rtol=1e-12)
+    np.testing.assert_allclose(parameter.numpy(), muon("wide", b2=0.0, weight_decay_share=0.25), rtol=1e-12)
 
 
 def test_the_embedding_may_have_a_beta2_of_its_own():

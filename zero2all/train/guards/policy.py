@@ -132,10 +132,10 @@ class Policy:
                 f"here. The weights are those of step {last_update}."
             )
         if worst.kind == "nonfinite":
-            return Continue(f"{worst.text}; the update of this step was skipped")
+            return Continue(f"{worst.text}; the update of this step was refused")
         chosen = back[0] if back else worst
         skip = Skipped(*chosen.tokens, step, chosen.kind, "refuse", chosen.text)
-        return SkipWindow(skip, f"{chosen.text}; the update of this step was skipped")
+        return SkipWindow(skip, f"{chosen.text}; the update of this step was refused")
 
     def _leave_bad_start(
         self, step: int, finding: GuardFinding, ledger: SkipLedger, checkpoints: Sequence[int]
@@ -196,7 +196,8 @@ class Policy:
 
     def _refused_in_a_row(self, step: int, tokens: tuple[int, int], ledger: SkipLedger) -> tuple[int, int]:
         """How many steps up to `step`, which is one of them and read `tokens`, were computed without an update, and the
-        step before them. Steps passed over are not counted and do not end the row: nothing changed in them either."""
+        step before them. Steps whose data is skipped are not counted and do not end the row, as nothing changed in
+        them."""
         refused, (first, end) = self._refused(ledger), tokens
         count, back = 1, 1
         while step - back in refused or ledger.skips(first - back * (end - first), first - (back - 1) * (end - first)):

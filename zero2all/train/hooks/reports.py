@@ -162,6 +162,8 @@ class StepReports:
         for channel, loss in self.by_channel(result).items():
             values[f"loss/{channel}"] = loss
             values[f"bpb/{channel}"] = loss / math.log(2) / self._bytes_per_token[channel]
+        if context.objective is not None:
+            values |= context.objective.report(dict(zip(context.objective.metrics, result.numbers, strict=True)))
         if result.expert_loads is not None:
             values |= balance_values(result.expert_loads, config.model.moe.dense_layers)
         seq_len = self._seq_len(result)

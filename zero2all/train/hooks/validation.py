@@ -42,8 +42,9 @@ class Validation(Hook):
         state.weights.wait()
         with nullcontext() if state.outer is None else state.outer.in_model():
             self.scores = held_out_scores(state.model, context.valid, config, context.world, state.pipeline)
+            found = {} if context.objective is None else context.objective.held_out(state)
         self._validated_step = state.step
-        self._log.values(self.losses)
+        self._log.values(self.losses | found)
         self._compare(state.step)
         self._log.steps.end_pause()
 

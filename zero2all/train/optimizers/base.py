@@ -144,12 +144,12 @@ class Optimizer(ABC):
         self.update(StepInputs(count, scale, skip))
         replace(self.updates, count, skip)
 
-    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:
+    def set_learning_rate(self, rate: float, weight_decay_share: float = 1.0, momentum: float | None = None) -> None:
         """The rate of the next steps, of which groups with a multiplier take their share, the share of the weight decay
         and the momentum."""
         self.momentum = momentum
         for group in self.param_groups:
-            group.lr, group.decay = rate * group.lr_multiplier, decay_share * group.weight_decay
+            group.lr, group.decay = rate * group.lr_multiplier, weight_decay_share * group.weight_decay
 
     def state_tensors(self) -> dict[str, TensorPart]:
         """Everything of this process that a checkpoint must hold, by name."""

@@ -53,10 +53,10 @@ class FlatAdamW:
             weight_decay=weight_decay,
         )
 
-    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:  # noqa: ARG002
+    def set_learning_rate(self, rate: float, weight_decay_share: float = 1.0, momentum: float | None = None) -> None:  # noqa: ARG002
         """The rate of the next steps; groups with a multiplier take their share of it. The share of the decay."""
         for group, multiplier, decay in zip(self._groups, self._multipliers, self._decays, strict=True):
-            group.lr, group.weight_decay = rate * multiplier, decay * decay_share
+            group.lr, group.weight_decay = rate * multiplier, decay * weight_decay_share
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
@@ -90,9 +90,9 @@ class HostAdamW:
         self._kinds = [bucket.kind for bucket in weights.plan.buckets]
         self._rates = (0.0, 1.0)
 
-    def set_learning_rate(self, rate: float, decay_share: float = 1.0, momentum: float | None = None) -> None:  # noqa: ARG002
+    def set_learning_rate(self, rate: float, weight_decay_share: float = 1.0, momentum: float | None = None) -> None:  # noqa: ARG002
         """The rate of the next steps; groups with a multiplier take their share of it. The share of the decay."""
-        self._rates = rate, decay_share
+        self._rates = rate, weight_decay_share
 
     @torch.no_grad()
     def step(self, grads_scale: Tensor, found_nonfinite: Tensor) -> None:
@@ -108,14 +108,14 @@ class HostAdamW:
         return _state_tensors(self._weights, self.updates, self.firsts, self.seconds)
 
     def update(
-        self, bucket: int, at: slice, gradient: Tensor, weights: Tensor, rate: float, decay_share: float
+        self, bucket: int, at: slice, gradient: Tensor, weights: Tensor, rate: float, weight_decay_share: float
     ) -> None:
         """One piece, by the worker of the pipeline: masters and moments `at`, new low-precision `weights`."""
         masters, config, kind = self._weights.masters[at], self._config, self._kinds[bucket]
         torch._fused_adamw_(
             [masters], [gradient], [self.firsts[at]], [self.seconds[at]], [], [self.updates],
             lr=rate * config.lr_multipliers.get(kind, 1.0), beta1=config.beta1, beta2=config.beta2,
-            weight_decay=decay_share * decay_of(kind, config), eps=config.eps, amsgrad=False, maximize=False,
+            weight_decay=weight_decay_share * decay_of(kind, config), eps=config.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
         weights.copy_(masters)
 
@@ -126,7 +126,7 @@ class _Step:
 
     optimizer: HostAdamW
     rate: float
-    decay_share: float
+    weight_decay_share: float
 
     def begin(self) -> None:
         """Count it."""
@@ -134,7 +134,7 @@ class _Step:
 
     def apply(self, bucket: int, at: slice, gradient: Tensor, weights: Tensor) -> None:
         """Update a piece."""
-        self.optimizer.update(bucket, at, gradient, weights, self.rate, self.decay_share)
+        self.optimizer.update(bucket, at, gradient, weights, self.rate, self.weight_decay_share)
 
 
 def _state_tensors(weights: FlatWeights, updates: Tensor, *moments: Tensor) -> dict[str, TensorPart]:

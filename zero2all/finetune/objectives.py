@@ -1,0 +1,16 @@
+"""What a fine-tuned run learns, by `finetune.method`."""
+
+from __future__ import annotations
+
+from zero2all.common.errors import UsageError
+from zero2all.config.finetune import OBJECTIVES
+from zero2all.train.context import RunContext
+from zero2all.train.objective import Objective
+
+
+def objective_of(context: RunContext) -> Objective | None:
+    """The objective of a run; None: the mean loss of the tokens that count."""
+    method = context.config.finetune.method
+    if method in OBJECTIVES:
+        raise UsageError(f"finetune.method {method} is not there yet.")
+    return None
