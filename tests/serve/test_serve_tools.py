@@ -9,6 +9,7 @@ import pytest
 
 from tests.bigram import saying
 from tests.serve.conftest import serving
+from tests.serve.test_serve_refusals import ask as ask_raw
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALLS = """
@@ -104,6 +105,17 @@ def test_results_and_thoughts_go_back_into_the_prompt(own, loaded):
     )
     assert texts[1] == texts[0] + "<think>\n\n</think>\n\n"
     assert texts[3].endswith("assistant\n<think>\nI add.\n</think>\n\nIt")
+
+
+def test_the_calculator_of_the_page_takes_its_arguments_and_says_what_is_wrong(served):
+    def tool(name: str, arguments: Any) -> tuple[int, Any]:
+        status, answer = ask_raw(served, "POST", f"/v1/tools/{name}", arguments)
+        return status, answer.get("content", "") if status == 200 else answer["error"]["message"]
+
+    assert tool("calculator", {"expression": "6*7"}) == (200, "42")
+    assert tool("calculator", {"expression": "6*"})[1].startswith("error: ")
+    assert tool("shell", {"expression": "6*7"})[1] == "error: there is no function shell"
+    assert tool("calculator", [1]) == (400, "The arguments of a function have to be a JSON object.")
 
 
 def test_choices_have_calls_of_their_own(own):

@@ -121,8 +121,8 @@ def _by_template(loaded: LoadedModel, dialogue: Dialogue) -> ChatPrompt:
     ids = template.encode(dialogue)
     begun = f"{THINK}\n" if loaded.tokenizer.decode(ids[-8:]).rstrip().endswith(THINK) else ""
     is_marked = THINK in template.source or CALL in template.source
-    with_calls = bool(dialogue.tools)
-    return ChatPrompt(ids, (), template.end_ids, False, "template", begun if is_marked else None, with_calls)
+    begun_as = begun if is_marked else None
+    return ChatPrompt(ids, (), template.end_ids, False, "template", begun_as, with_calls=bool(dialogue.tools))
 
 
 def prompt_after(

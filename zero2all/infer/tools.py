@@ -63,7 +63,7 @@ def read_answer(answer: str, is_whole: bool = True, begin: str = "", with_calls:
         body, mark, after = rest.partition(CALL_END)
         if not mark and not is_whole and len(rest) <= LONGEST_CALL:
             return Written(text + before.removesuffix("\n"), thought, tuple(calls), refused)
-        if (call := call_of(body) if mark and len(body) <= LONGEST_CALL else None) is not None:
+        if (call := _call_in(body) if mark and len(body) <= LONGEST_CALL else None) is not None:
             calls.append(call)
             text, answer = text + before.removesuffix("\n"), after
         else:
@@ -76,13 +76,16 @@ def _settled(text: str, mark: str, is_whole: bool) -> str:
     return text if is_whole else text[: len(text) - possible_beginning(text, (mark, f"\n{mark}"))]
 
 
-def call_of(text: str) -> Mapping[str, Any] | None:
-    """The call that a JSON text is; None where it is none."""
+def _call_in(text: str) -> Mapping[str, Any] | None:
     try:
         value = jsonio.loads_strict(text.encode("utf-8", "replace"))
-        name, arguments = value["name"], value["arguments"]
+        return call_of(value["name"], value["arguments"])
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def call_of(name: Any, arguments: Any) -> Mapping[str, Any] | None:
+    """A call; None where these are no name or no arguments."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     return {"type": "function", "function": {"name": name, "arguments": arguments}}

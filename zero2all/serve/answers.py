@@ -37,6 +37,7 @@ class Answer:
         self.created = int(time.time())
         self._ends: dict[int, Piece] = {}
         self._begun: set[int] = set()
+        self._written: dict[int, tuple[str, Written]] = {}  # of each choice of a chat
 
     def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
         """The answer in one object; `pieces` has everything of each choice."""
@@ -152,19 +153,13 @@ class ChatAnswer(Answer):
 
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, call: Call, model: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int] = ()) -> None:
-        super().__init__(call, model, tokenizer, prompt_tokens)
-        self._written: dict[int, tuple[str, Written]] = {}
-
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """A message."""
         delta, piece = self._grown(index, piece)
+        for call in delta.get("tool_calls", ()):
+            del call["index"]  # which only streams have
+            delta["content"] = delta["content"] or None
         message = {"role": "assistant", **delta, "refusal": None}
-        if "tool_calls" in delta:
-            message |= {"content": delta["content"] or None}
-            message["tool_calls"] = [
-                {name: call[name] for name in call if name != "index"} for call in delta["tool_calls"]
-            ]
         return {"index": index, "message": message, **self._rest(index, piece)}
 
     def part(self, index: int, piece: Piece) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from zero2all.infer.conversation import Conversation
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
-from zero2all.infer.tools import THINK, THINK_END
+from zero2all.infer.tools import THINK, THINK_END, call_of
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message
 
 # The fields of a request body: their types and bounds. All problems of a body are reported together.
@@ -114,13 +114,12 @@ def template_options(value: Any) -> bool | None:
 def functions(value: Any) -> list[dict[str, Any]]:
     """Functions that the model may call."""
     for index, each in enumerate(value if isinstance(value, list) else [None]):
-        function = each.get("function") if isinstance(each, dict) and each.get("type") == "function" else None
-        name, takes = (function.get("name"), function.get("parameters", {})) if isinstance(function, dict) else ("", {})
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-]{1,64}", name) or not isinstance(takes, dict):
-            raise ValueError(
-                'functions such as {"type": "function", "function": {"name": "add", "parameters": {}}}; '
-                f"tools[{index}] is none"
-            )
+        match each:
+            case {"type": "function", "function": {"name": str(name), **more}} if re.fullmatch(r"[\w-]{1,64}", name):
+                if isinstance(more.get("parameters", {}), dict):
+                    continue
+        usual = '{"type": "function", "function": {"name": "add", "parameters": {}}}'
+        raise ValueError(f"functions such as {usual}; tools[{index}] is none")
     return list(value)
 
 
@@ -411,14 +410,13 @@ def _message(value: Any, place: str) -> Message:
 
 def _function_call(value: Any, place: str) -> Mapping[str, Any]:
     """A call that the assistant made."""
-    function = value.get("function") if isinstance(value, dict) else None
     try:
-        name, arguments = text(function["name"]), jsonio.loads_strict(text(function["arguments"]).encode())
-    except (TypeError, KeyError, ValueError):
-        name, arguments = "", None
-    if not name or not isinstance(arguments, dict):
+        call = call_of(value["function"]["name"], jsonio.loads_strict(value["function"]["arguments"].encode()))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        call = None
+    if call is None:
         raise ValueError(f"calls with a name and with arguments as the text of a JSON object; {place} has another")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call
 
 
 def _content(value: Any, place: str) -> str:
