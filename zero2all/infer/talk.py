@@ -199,7 +199,8 @@ class Talk:
 
     def _stream(self, request: TextRequest, prompt: ChatPrompt) -> tuple[Written, list[int], Piece | None]:
         """Print an answer as it comes; its parts, its ids and its last piece, None where it was stopped with Ctrl-C."""
-        answer, ids, shown, last = "", [], Written(), None
+        answer, shown, last = "", Written(), None
+        ids: list[int] = []
         try:
             with closing(self.service.stream(request)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
