@@ -347,7 +347,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         return not troubled.intersection(sections) and (len(sections) == 1 or every_section_is_known)
 
     found: list[Problem] = []
-    for name in ("data", "tokenizer", "model", "optim", "train", "finetune", "parallel", "diloco", "resilience"):
+    for name in ("data", "tokenizer", "model", "optim", "train", "parallel", "diloco", "resilience"):
         if sound(name):
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):
@@ -409,19 +409,19 @@ def _stage_length_problems(seq_len: int | None, place: str, config: RunConfig) -
 
 def _lora_problems(config: RunConfig) -> list[Problem]:
     """Experts have no adapters, Muon is no optimizer for adapters, and what is sent or moved is the whole model."""
-    lora, found = config.finetune.lora, []
-    if config.model.moe.experts and set(lora.targets or ()) - set(LORA_TARGETS[:4]):
-        expected = f"some of {', '.join(LORA_TARGETS[:4])}: in a model with experts only attention has adapters"
-        found.append(Problem("finetune.lora.targets", lora.targets, expected))
-    if config.optim.kind == "muon":
-        found.append(Problem("optim.kind", "muon", "adamw (or adamw_8bit, adamw_bf16) where finetune.lora.rank is set"))
-    if config.parallel.offload != "none":
-        expected = "none where finetune.lora.rank is set: the states of adapters are small"
-        found.append(Problem("parallel.offload", config.parallel.offload, expected))
-    if config.diloco.groups:
-        expected = "left out where finetune.lora.rank is set: groups exchange all weights"
-        found.append(Problem("diloco.groups", config.diloco.groups, expected))
-    return found
+    targets, attention = config.finetune.lora.targets or [], LORA_TARGETS[:4]
+    beyond = bool(config.model.moe.experts) and not set(targets) <= set(attention)
+    words = f"some of {', '.join(attention)}: in a model with experts only attention has adapters"
+    kinds = "adamw (or adamw_8bit, adamw_bf16) where finetune.lora.rank is set"
+    none = "none where finetune.lora.rank is set: the states of adapters are small"
+    left_out = "left out where finetune.lora.rank is set: groups exchange all weights"
+    rules = (
+        (beyond, Problem("finetune.lora.targets", targets, words)),
+        (config.optim.kind == "muon", Problem("optim.kind", "muon", kinds)),
+        (config.parallel.offload != "none", Problem("parallel.offload", config.parallel.offload, none)),
+        (bool(config.diloco.groups), Problem("diloco.groups", config.diloco.groups, left_out)),
+    )
+    return [problem for is_wrong, problem in rules if is_wrong]
 
 
 def _batch_problems(seq_len: int, train: TrainConfig) -> list[Problem]:

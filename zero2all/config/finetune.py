@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from zero2all.common.schema import NaturalFloat, PositiveFloat, Problem, Range
+from zero2all.common.schema import NaturalFloat, PositiveFloat, Range
 from zero2all.model.config import LoraConfig
 
 OBJECTIVES = ("dpo", "grpo", "distill")
@@ -46,7 +46,3 @@ class FinetuneConfig:
     def has_objective(self) -> bool:
         """Whether the loss is not the mean loss of the tokens that count."""
         return self.method in OBJECTIVES
-
-    def problems(self, place: str) -> list[Problem]:
-        """What is wrong within the section."""
-        return self.lora.problems(f"{place}.lora")

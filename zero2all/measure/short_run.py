@@ -172,15 +172,15 @@ def _random_state(config: RunConfig, world: World, ops: Any) -> TrainState:
     """A new run whose weights are drawn on the device, which is faster than those that a seed gives a run."""
     state = empty_state(config, world, ops)
     small = config.model.matrix_std / math.sqrt(2 * config.model.layers)
-    with state.weights.masters_between_steps() as masters, torch.no_grad():
-        for name, part in masters.items():
+    with state.model_tensors() as tensors, torch.no_grad():
+        for name, part in tensors.items():
             values = part.values
             if name.endswith("norm.weight"):
                 values.fill_(1.0)
             elif name.endswith(".bias"):
                 values.zero_()
             else:
-                std = config.model.head_std if name == "head.weight" else config.model.matrix_std
+                std = config.model.head_std if name == "model/head.weight" else config.model.matrix_std
                 _fill(values, small if name.endswith(INTO_RESIDUAL) else std)
     state.weights.publish_masters()
     compile_model(state.model)

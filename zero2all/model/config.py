@@ -243,7 +243,8 @@ class LoraConfig:
     alpha: PositiveFloat = 32.0
     """scale is alpha / rank, so that the best learning rate hardly depends on the rank."""
     targets: list[LoraTarget] | None = None
-    """Matrices that have an adapter. None: all seven; of a model with experts the four of attention."""
+    """Matrices that have an adapter. None or an empty list: all seven; of a model with experts the four of
+    attention."""
     rslora: bool = False
     """Whether scale is alpha / sqrt(rank) instead."""
 
@@ -262,11 +263,6 @@ class LoraConfig:
         """Values of all adapters."""
         shapes = lora_shapes(model)
         return (self.rank or 0) * model.layers * sum(sum(shapes[name]) for name in self.targets_of(model))
-
-    def problems(self, place: str) -> list[Problem]:
-        """Adapters on nothing would train nothing."""
-        empty = self.targets is not None and not self.targets
-        return [Problem(f"{place}.targets", self.targets, f"some of {', '.join(LORA_TARGETS)}, or null")] * empty
 
 
 def lora_shapes(config: ModelConfig) -> dict[LoraTarget, tuple[int, int]]:

@@ -30,13 +30,13 @@ BASE_MARK = "zero2all_base"
 """In the metadata of the weights: `base_fingerprint` of the model they belong to. peft does not read it."""
 SAMPLED_VALUES = 4096
 """Of each matrix, for the fingerprint."""
-USED = ("r", "lora_alpha", "use_rslora", "target_modules")
-WITHOUT_EFFECT = (
+KNOWN = (
+    *("r", "lora_alpha", "use_rslora", "target_modules"),
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "layers_to_transform", "layers_pattern", "exclude_modules", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "runtime_config", "ensure_weight_tying"),
 )
-"""Settings that change no result once the names of all tensors are known."""
+"""Settings that are used, and those that change no result once the names of all tensors are known."""
 POSSIBLE = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "eva", "orthogonal")}
 """Values of others; pissa, olora and other beginnings change the base."""
 
@@ -64,8 +64,10 @@ def write_adapter_folder(
         their_name: weights[name].to("cpu", torch.float32).contiguous()
         for name, (their_name, _) in _counterparts(config, lora).items()
     }
-    mark = base_fingerprint({name: one for name, one in weights.items() if ".lora." not in name})
-    save_file(theirs, folder / WEIGHTS_FILE, metadata={"format": "pt", BASE_MARK: mark})
+    base_weights = {name: one for name, one in weights.items() if ".lora." not in name}
+    is_rounded = any(one.dtype == torch.float16 for one in base_weights.values())  # other bits than bfloat16's are lost
+    mark = {} if is_rounded else {BASE_MARK: base_fingerprint(base_weights)}
+    save_file(theirs, folder / WEIGHTS_FILE, metadata={"format": "pt", **mark})
     write_json(folder / CONFIG_FILE, values)
 
 
@@ -108,7 +110,7 @@ def read_adapter_folder(
 def _settings(values: Mapping[str, Any], path: Path, found: set[str]) -> LoraConfig:
     """Those that decide the result, checked; `found`: targets that have tensors."""
     asked = {"peft_type": "nothing", **values}
-    unknown = {name: one for name, one in asked.items() if one and name not in (*USED, *WITHOUT_EFFECT)}
+    unknown = {name: one for name, one in asked.items() if one and name not in KNOWN}
     wrong = [f"{name}: {str(one)[:80]}" for name, one in unknown.items() if one not in POSSIBLE.get(name, ())]
     if wrong:
         raise BadInputError(f"{path} asks for {', '.join(wrong)}. Only plain LoRA on the matrices of blocks is known.")

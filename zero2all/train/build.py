@@ -171,14 +171,13 @@ def _require_memory(config: RunConfig, ops: Ops, world: World) -> None:
 def lora_notes(config: RunConfig) -> list[str]:
     """What adapters train, and what they change."""
     lora, model = config.finetune.lora, config.model
-    if lora.rank is None:
-        return []
     trained, total = (count / 1e6 for count in (lora.parameters(model), parameter_counts(model)["total"]))
-    return [
+    note = (
         f"LoRA: rank {lora.rank} on {', '.join(lora.targets_of(model))}: {trained:.2f} M parameters are trained, "
-        f"{total:.2f} M are frozen. Where the feed-forward has adapters it is computed step by step, not fused. The "
-        f"memory estimate of a pass is an upper bound"
-    ]
+        f"{total:.2f} M are frozen. A feed-forward with adapters is computed step by step, not fused. The memory "
+        f"estimate of a pass is an upper bound"
+    )
+    return [note] if lora.rank else []
 
 
 def _unused_notes(config: RunConfig, world: World) -> list[str]:
