@@ -32,7 +32,8 @@ from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
 from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
-from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, log_key, texts_of
+from zero2all.corpus.readers.chats import log_key
+from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, texts_of
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.pieces import COUNTS, LENGTHS, TOKENS
 from zero2all.packed.shard_format import open_split, token_dtype
