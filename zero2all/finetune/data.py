@@ -33,6 +33,7 @@ from zero2all.common.files import read_json, staged_folder, sweep_partials, writ
 from zero2all.common.manifest import fingerprint, is_current, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
+from zero2all.config.finetune import PAIRS
 from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
 from zero2all.finetune.dialogues import (
@@ -59,8 +60,6 @@ RULES = 1
 """Raise it when the same files would give other tokens."""
 SOURCE = "chat"
 """What the packed conversations are called, as a source and as a channel."""
-PAIRS = "pairs"
-"""The same of pairs."""
 REPORT_NAME, LEFT_OUT_NAME = "conversations.json", "left_out.jsonl"
 BATCH = 256
 PLACES = 1 << 16
@@ -74,9 +73,7 @@ class DataOptions:
     valid_share: float = 0.02
     """Share of the conversations that is held out; of pairs, of the prompts."""
     pairs: bool = False
-    """Pairs of answers, of which each may have `longest` tokens with its prompt."""
-    longest: int | None = None
-    """Tokens of the longest conversation. None: what a row has room for."""
+    """Pairs of answers; each may take half of a row, with its prompt."""
 
     @property
     def source(self) -> str:
@@ -120,8 +117,7 @@ def inputs_of(paths: Sequence[Path], tokenizer_folder: Path, options: DataOption
     tokenizer = load_tokenizer(tokenizer_folder)
     stamps = [[file.name, file.size_bytes, file.mtime_ns] for file in _files(paths)]
     template = chat_of(tokenizer_folder, tokenizer)
-    shape = [options.seq_len, options.valid_share, *([options.longest] if options.pairs else [])]
-    return fingerprint([RULES, stamps, tokenizer.fingerprint, template.source, *shape])
+    return fingerprint([RULES, stamps, tokenizer.fingerprint, template.source, options.seq_len, options.valid_share])
 
 
 def _files(paths: Sequence[Path]) -> list[InputFile]:
@@ -313,14 +309,11 @@ class _Writers:
 
     def _problem(self, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[str, str] | None:
         """Why a conversation or a pair cannot be packed, as reason and detail."""
-        room = self.options.seq_len + 1
-        lengths = [len(tokens) for tokens, _ in documents]
-        longest = min(room, self.options.longest or room)
-        if max(lengths) > longest:
-            return "too_long", f"{max(lengths):,} tokens; a row has room for {longest:,}"
-        if sum(lengths) > room:
-            return "too_long", f"{sum(lengths):,} tokens in both answers; a row has room for {room:,}"
-        if len(documents) == 2:
+        room = self.options.seq_len // 2 if self.options.pairs else self.options.seq_len + 1
+        longest = max(len(tokens) for tokens, _ in documents)
+        if longest > room:
+            return "too_long", f"{longest:,} tokens; a row has room for {room:,}"
+        if self.options.pairs:
             if np.array_equal(documents[0][0], documents[1][0]):
                 return "equal_answers", "the same tokens"
             chosen, rejected = (tokens[: int(mask.argmax())] for tokens, mask in documents)
