@@ -1,7 +1,5 @@
 """Models whose every probability is known: the next token depends on the last one only, by a table that we choose."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

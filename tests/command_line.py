@@ -1,7 +1,5 @@
 """`z2a WORDS…` as tests type it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 takes 45 s of a core.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import sys

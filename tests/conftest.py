@@ -4,8 +4,6 @@ Properties (hypothesis) are tried on the same examples in every run, so that a c
 chance. `HYPOTHESIS_PROFILE=random` looks for new ones.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

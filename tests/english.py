@@ -1,7 +1,5 @@
 """English that is left in text for a Chinese reader."""
 
-from __future__ import annotations
-
 import html
 import re
 

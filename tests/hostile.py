@@ -4,8 +4,6 @@
 `play` gives a handler of connections one such conversation, over a real socket.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import socket

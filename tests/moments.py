@@ -1,7 +1,5 @@
 """Signals to a program at a moment that it finds itself: a test that watches from outside may come too late."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

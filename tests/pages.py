@@ -1,7 +1,5 @@
 """Reads the pages of the documentation for tests/test_docs*.py: blocks, code spans, headings, links, commands."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ports for servers that a test starts in a moment."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -1,7 +1,5 @@
 """Programs in processes of their own, forked from one that has imported torch (warm_process.py); terminals for them."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -5,8 +5,6 @@ ZeRO-3, which depend on values). What is counted is the code of the run itself: 
 and what is handed to every collective.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The run config: YAML and overrides in, one typed object or all problems at once out."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rates, batch, decay and warmup from the token budget: by hand at two sizes; whoever sets a value has his way."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pages fit together: links, pictures, names and headings. Commands are in test_docs_commands.py."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

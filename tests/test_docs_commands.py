@@ -4,8 +4,6 @@ Commands are read by the real parser, and their overrides by the schema of the c
 are fast and harmless.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 A command that begins with `$ ` and is answered by `z2a: …` must be refused with these words.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

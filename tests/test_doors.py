@@ -1,7 +1,5 @@
 """No socket of the package waits at all addresses of a machine, unless the user asks for it."""
 
-from __future__ import annotations
-
 import ast
 import ipaddress
 import os

@@ -4,8 +4,6 @@ Imports are read with ast: at the top of a file, inside functions, under TYPE_CH
 All of them count, because each means that one file cannot be understood without the other.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -3,8 +3,6 @@
 `python tests/test_language.py ROOM…` prints the messages of these rooms that have none, as JSON to fill in.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,8 +1,6 @@
 """No code comes from a socket or a file: a pickle can run any, so the package reads none. Here the source of every file
 is searched; tests/train/test_train_control.py trains with four ranks of which none can read one."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

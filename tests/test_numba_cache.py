@@ -1,7 +1,5 @@
 """numba finds a folder for compiled code also where neither the package nor the home folder can be written."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The explaining pictures of the docs (docs/pictures.py): each is there in both themes, small, and has its words."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json

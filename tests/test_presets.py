@@ -1,7 +1,5 @@
 """The named configs in configs/: each loads, and is what its file says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

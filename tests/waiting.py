@@ -1,7 +1,5 @@
 """A test waits for an event, not for a time: the limit is there for a hang only."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable

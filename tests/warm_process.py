@@ -4,8 +4,6 @@ Importing torch takes seconds, and the tests here start and kill dozens of train
 in every respect that matters: signals, locks, files. Requests and answers are JSON lines on stdin and stdout.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

@@ -1,7 +1,5 @@
 """A small workspace that was made by typing every verb of the journey."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

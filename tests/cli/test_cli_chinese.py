@@ -1,7 +1,5 @@
 """For a person whose locale is Chinese no English sentence is left: help, overview and errors."""
 
-from __future__ import annotations
-
 import io
 import re
 import shlex

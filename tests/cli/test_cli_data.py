@@ -1,7 +1,5 @@
 """`z2a corpus …`, `z2a pack` and `z2a data …` as a person types them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`z2a --help` answers at once, and every verb explains itself with an example."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Odd words, damaged files and little memory: every command ends in words and with its code, never in a traceback."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

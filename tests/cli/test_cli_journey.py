@@ -1,7 +1,5 @@
 """Each verb once on a tiny workspace, then what happens when the journey goes wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Files that start a run on a cluster, and a run started over a real ssh server."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Bare `z2a`: the journey, and the next command that makes sense in this folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

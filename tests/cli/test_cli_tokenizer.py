@@ -1,7 +1,5 @@
 """`z2a tokenizer …` as a person types it: what is printed, refused, repaired, and how it ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """`z2a train` with its flags and `z2a anneal`, as a person types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

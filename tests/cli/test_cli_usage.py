@@ -1,7 +1,5 @@
 """What the command line refuses before anything is started, and how it says so."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all import __version__

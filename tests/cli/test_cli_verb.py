@@ -1,7 +1,5 @@
 """The table of arguments above a verb: what each line means to the parser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """When the faults of a plan happen, and what some of them do."""
 
-from __future__ import annotations
-
 import json
 import time
 from types import SimpleNamespace

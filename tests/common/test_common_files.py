@@ -1,7 +1,5 @@
 """Files and folders appear whole or not at all, whatever happens to the process that writes them."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

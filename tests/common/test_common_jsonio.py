@@ -1,7 +1,5 @@
 """JSON with and without orjson, YAML from strangers: what is read, and what is refused before it is built."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

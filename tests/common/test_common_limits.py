@@ -1,7 +1,5 @@
 """What a container leaves: cores, which one function counts for everybody, and memory."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A manifest says that a folder is whole, what it was made from, and what every file of it must look like."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What ranks tell each other, in real processes: exact values, and nothing taken from a rank that breaks the rules."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

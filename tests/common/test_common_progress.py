@@ -1,7 +1,5 @@
 """Progress: a live bar for a person at a terminal, plain lines for a log file."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

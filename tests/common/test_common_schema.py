@@ -1,7 +1,5 @@
 """Typed sections from what YAML gives: what is taken, what is refused, and how the refusal reads."""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

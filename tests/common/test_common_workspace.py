@@ -1,7 +1,5 @@
 """The stamp that makes a folder a workspace, and the corpus that later stages read from it."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all import __version__

@@ -1,7 +1,5 @@
 """Small real inputs for the corpus tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What several corpus tests need beside fixtures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@
 Every request is logged with its range and the bytes of content it was sent.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading
@@ -44,7 +42,7 @@ class Request:
 
 
 @contextmanager
-def hub_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def hub_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator["HubServer"]:
     """A hub without files, and no hub of the machine in the way."""
     for name in ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
@@ -115,7 +113,7 @@ class HubServer:
     def content_bytes_sent(self) -> int:
         return sum(request.bytes_sent for request in self.requests)
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         self._thread.start()
         return self
 

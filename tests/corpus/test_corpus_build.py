@@ -1,7 +1,5 @@
 """What a build keeps, drops, holds out, reports and refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

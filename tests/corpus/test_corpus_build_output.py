@@ -1,7 +1,5 @@
 """What stands in a finished corpus: formats, samples, clusters, reports, the raw file of every item, chats."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Kinds, YAML, overrides and the command line of `z2a corpus`; docs/corpus.md says what they are."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Which channel a source or a document gets, and what happens when the rules of a guessed one drop much of it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

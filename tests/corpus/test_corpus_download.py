@@ -1,7 +1,5 @@
 """Downloads, against a small hub on this machine that drops connections, lies, limits and forgets."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Where the work runs must not show in what is written: workers, Ray, kills at any moment."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Copies in another width, another script or in part: found over whole builds, and never on both sides of the split."""
 
-from __future__ import annotations
-
 import random
 
 from zero2all.common.records import iter_records

@@ -1,7 +1,5 @@
 """What cannot be read is named, counted and weighed; masked secrets stand in nothing that a build leaves."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

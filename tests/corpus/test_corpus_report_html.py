@@ -1,7 +1,5 @@
 """report.html: the report as a page, read by a parser and, where there is one, by a real browser."""
 
-from __future__ import annotations
-
 import random
 import re
 from html.parser import HTMLParser

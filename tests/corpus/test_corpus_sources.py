@@ -1,7 +1,5 @@
 """How a source is named, mapped and given a channel."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re

@@ -4,8 +4,6 @@ Its outer state is a hash of all payloads that were ever used, so two groups hav
 same payloads in the same order. The log has a line per round: round, set, state.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Whoever does not belong to the groups of a run, or sends what none of them sends, harms nobody."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

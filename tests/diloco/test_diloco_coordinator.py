@@ -1,7 +1,5 @@
 """How groups agree, in a world without sockets, threads and clocks: many random orders of kills and delays."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import random

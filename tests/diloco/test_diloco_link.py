@@ -1,7 +1,5 @@
 """Groups exchange payloads over real sockets, agree on whose they use, and outlive each other."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

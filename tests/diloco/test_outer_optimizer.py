@@ -1,7 +1,5 @@
 """The outer optimizer: what is sent when, what every group makes of it, and that a resumed group makes the same."""
 
-from __future__ import annotations
-
 import json
 import math
 import queue

@@ -1,7 +1,5 @@
 """Bytes of a step by collective, against numbers computed by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What failures cost: closed forms, the calculator, and the simulated run of `benchmarks/long_run.py` beside them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What would make a run fit, and GPUs by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Floors: bytes and FLOPs counted by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

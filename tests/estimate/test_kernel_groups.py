@@ -1,7 +1,5 @@
 """Names that an H200, an A100 and this CPU printed, and the group of each."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The profile of a machine: what was measured is used, anything else comes from physics."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

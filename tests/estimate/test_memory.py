@@ -1,7 +1,5 @@
 """The memory of a run by arithmetic, held against measurements and against what torch really keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

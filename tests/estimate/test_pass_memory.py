@@ -1,7 +1,5 @@
 """The memory of a step by arithmetic, against every tensor that is alive while the trainer's own step runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Tiles and waves, and the six sizing rules."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 

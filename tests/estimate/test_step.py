@@ -1,7 +1,5 @@
 """The time of a step: bounds, sums, and what must make it longer."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

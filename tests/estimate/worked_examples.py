@@ -4,8 +4,6 @@ Each case is a subject, what was published (as it was written), and what we comp
 rounds to the digits that were published (0.12 GB stands for anything from 0.115 to 0.125).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Contamination: planted items are found in a corpus that was really built and packed, and no others."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

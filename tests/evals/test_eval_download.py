@@ -1,7 +1,5 @@
 """`z2a eval download` against a small hub on this machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 

@@ -1,7 +1,5 @@
 """How items read in each form."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """Accuracy, chance, intervals and what is left out, on models whose every probability we chose."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """Programs that behave, and programs that do not."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

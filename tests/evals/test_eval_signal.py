@@ -1,7 +1,5 @@
 """Verdicts on planted curves: which score over checkpoints is to be believed."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

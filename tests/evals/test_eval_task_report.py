@@ -1,7 +1,5 @@
 """Benchmarks through the command line: the table, the report's file, the metrics, and what is refused early."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

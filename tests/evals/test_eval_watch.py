@@ -1,7 +1,5 @@
 """Checkpoints are evaluated as they are committed: beside training, shared, exactly once, whoever is killed."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rewrites: what each makes of an item, what it refuses, and how original and rewritten items are compared."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

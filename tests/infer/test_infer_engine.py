@@ -1,7 +1,5 @@
 """The engine writes what the model says, whoever else is in the batch and however small the cache is."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Passes in portions give the logits of one pass; weights in 8 bits are off by no more than half a step."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

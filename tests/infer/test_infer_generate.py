@@ -1,7 +1,5 @@
 """Greedy and sampled text: what may be written, when it stops, and that it repeats; healed prompts."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

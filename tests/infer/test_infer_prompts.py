@@ -1,7 +1,5 @@
 """Prompts from a file, and the results of many prompts on disk."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

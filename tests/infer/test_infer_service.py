@@ -1,7 +1,5 @@
 """The engine in its own thread: many callers, cancellation, failure of a pass, the end."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor

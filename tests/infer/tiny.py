@@ -1,7 +1,5 @@
 """A small model with random weights over a real tokenizer, and the slow way to use it, with which the engine agrees."""
 
-from __future__ import annotations
-
 import functools
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """A config so small that a row is its imports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's folder as the trainer would have written it, with times, memory and faults that a test chooses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ class MadeRun:
     now: float = 1_000_000.0
     attempt: int = 0
 
-    def write(self, first: int, last: int, end: str | None = "done", resumed_from: int | None = None) -> MadeRun:
+    def write(self, first: int, last: int, end: str | None = "done", resumed_from: int | None = None) -> "MadeRun":
         """One attempt with the steps from `first` to `last`; it starts 5 s before its first step."""
         self.attempt += 1
         (self.folder / "metrics").mkdir(parents=True, exist_ok=True)
@@ -77,14 +75,14 @@ class MadeRun:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return self
 
-    def incident(self, kind: str, waited_seconds: float = 0.0) -> MadeRun:
+    def incident(self, kind: str, waited_seconds: float = 0.0) -> "MadeRun":
         """What the supervisor writes when it ends an attempt, before it starts the next."""
         row = self.event(0, "incident", {"kind": kind, "waited_seconds": waited_seconds})
         with open(self.folder / "metrics" / "supervisor-1.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
         return self
 
-    def rewrite(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> MadeRun:
+    def rewrite(self, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> "MadeRun":
         """Other lines in the place of those of the first attempt."""
         path = self.folder / "metrics/train-1.jsonl"
         lines = change([json.loads(line) for line in path.read_text().splitlines()])

@@ -1,7 +1,5 @@
 """Traces of a GPU, written by hand so that every figure is known, and of this CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all.estimate.floors import Work

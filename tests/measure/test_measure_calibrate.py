@@ -1,7 +1,5 @@
 """Calibration: figures are kept one by one, a profile is made of them, and a stale one is refused with what changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """`z2a doctor`: what each check makes of what it reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

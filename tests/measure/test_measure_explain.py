@@ -1,7 +1,5 @@
 """`z2a perf explain`: every finding from a run made to have it, and only then."""
 
-from __future__ import annotations
-
 import json
 import time
 

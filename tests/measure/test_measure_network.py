@@ -1,7 +1,5 @@
 """`z2a doctor --network`: real listeners on this machine, and strangers on their port."""
 
-from __future__ import annotations
-
 import http.server
 import socket
 import threading

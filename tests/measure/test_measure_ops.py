@@ -1,7 +1,5 @@
 """`z2a perf ops` and how an operator is called alone; `z2a perf allreduce`."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """The comparison with other trainers, and of two orders of the residual's axes, on a model of a second."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

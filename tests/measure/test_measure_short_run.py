@@ -1,7 +1,5 @@
 """Steps of the trainer on random tokens: what they are called with, their figures, and a profile of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

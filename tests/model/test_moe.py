@@ -1,7 +1,5 @@
 """Mixture of experts: what a token gets from its experts, how they are kept busy, and who pays for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 

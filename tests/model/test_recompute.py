@@ -1,7 +1,5 @@
 """Recomputation changes what is kept for the backward pass, and no bit of the loss or of a gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

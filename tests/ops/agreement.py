@@ -1,7 +1,5 @@
 """Holding an operator against a formula in float64: its values, and the gradient of a random projection of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

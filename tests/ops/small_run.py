@@ -1,7 +1,5 @@
 """Fifty steps of a model small enough to train in seconds, with operators of one's choice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

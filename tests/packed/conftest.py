@@ -1,7 +1,5 @@
 """A small workspace with three sources in two channels, tokenized and packed once; tests that damage take a copy."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

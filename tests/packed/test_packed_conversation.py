@@ -1,7 +1,5 @@
 """Conversations become messages between marks that only the program sets, and only what the assistant writes counts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

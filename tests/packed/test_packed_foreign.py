@@ -1,7 +1,5 @@
 """Token files of others, byte for byte as their makers describe them, out and in again."""
 
-from __future__ import annotations
-
 import json
 import struct
 

@@ -1,7 +1,5 @@
 """The loader hands out exactly the batches that their tokens name: for any ranks, any readers, from anywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Which sample stands where: a permutation within each source, an even interleave between them."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Packed data at an address is read as if it lay here, through a cache that keeps within its bound."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

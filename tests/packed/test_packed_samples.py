@@ -1,7 +1,5 @@
 """What stands in a row: its tokens, which of them count, and whose documents they are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """A sample shown is the one the loader reads, with its documents and where they came from; and the figures add up."""
 
-from __future__ import annotations
-
 import json
 import re
 

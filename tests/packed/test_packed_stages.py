@@ -1,7 +1,5 @@
 """The plan of a run: weights that change, lengths that change, limits, and what has been read already."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

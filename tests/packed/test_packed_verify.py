@@ -1,7 +1,5 @@
 """Damaged data: refused when it is opened, named by `verify_packed`, and found beside a run, with file and field."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

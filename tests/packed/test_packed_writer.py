@@ -1,7 +1,5 @@
 """Packing: the contract on disk, and that whatever happens, half of it is never taken for the whole."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 `main` runs in each process; rank 0 writes what every case came to.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import resource

@@ -9,8 +9,6 @@ In float64 only the order of sums differs, so losses and gradient norms agree to
     qk_norm     query and key heads are normalised, with weights that every process has whole; so is the embedding
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

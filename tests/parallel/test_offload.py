@@ -1,7 +1,5 @@
 """Offload: the same training with masters and moments in host memory, in one process and in several."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The sizes of the mesh from the config, which meshes are refused, and that all reasons are given at once."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a process computes, and what two runs must share to agree bit for bit."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

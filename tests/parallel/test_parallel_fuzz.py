@@ -1,8 +1,6 @@
 """Layout fuzz (`make layouts`): 200 random models on random meshes, with random schedules and micro-batches. Each is
 refused with the rule that it breaks, or trains like one process."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

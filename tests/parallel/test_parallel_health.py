@@ -1,7 +1,5 @@
 """The health check: who is named for which findings, and real processes of which one fails."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """What the command that started the processes says of those that could not speak for themselves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

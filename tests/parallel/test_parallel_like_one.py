@@ -2,8 +2,6 @@
 resumes from each other. All fast cases share one group of two processes and one of four; the rest is in `make layouts`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import Counter

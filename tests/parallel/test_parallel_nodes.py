@@ -1,7 +1,5 @@
 """Which machine of a run this one is, where the machines meet, and what is set and measured of their network."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parts: ranges of boxes of tensors, as boxes and as places in the whole tensor."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A model cut into stages trains like a whole one, under every schedule; how long the stages wait is known before."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

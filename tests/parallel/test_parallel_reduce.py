@@ -1,7 +1,5 @@
 """Gradients are sent by bucket while the backward pass still computes, in one order, once a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

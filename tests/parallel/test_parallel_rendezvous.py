@@ -1,7 +1,5 @@
 """The processes of a run find each other, or say who is missing and who is another one. Ranks are threads here."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

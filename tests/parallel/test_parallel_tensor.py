@@ -1,7 +1,5 @@
 """Axes inside the model: what each rank has, the loss of a cut vocabulary, the places of a cut sequence."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which errors mean that another process has died, which are our own, and which all ranks raise together."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`z2a perf plan`: the best layout, why, and a config that a run accepts."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """Predictions: of clusters without a GPU at hand, checked input, and real steps beside what was predicted for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

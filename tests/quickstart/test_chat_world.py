@@ -1,7 +1,5 @@
 """Conversations of the small world: they answer its facts, refuse the rest, and give nothing of the tests away."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all.quickstart.chat import ChatScore, answers_right, completed_facts, outside_questions, write_conversations

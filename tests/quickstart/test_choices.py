@@ -1,7 +1,5 @@
 """What the quickstart chooses for how much text, as tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all.config import RunConfig, config_from_values, config_values, load_config

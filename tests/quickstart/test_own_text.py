@@ -1,7 +1,5 @@
 """A person's own folder: looked at before anything starts, and what became of it in words."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

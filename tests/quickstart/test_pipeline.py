@@ -1,7 +1,5 @@
 """The whole journey in real processes, small: interrupted anywhere it ends with the same bits."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """What the raw folder promises: three readable formats, all probes, and whole or not there at all."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

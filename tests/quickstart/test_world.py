@@ -1,7 +1,5 @@
 """What the small world promises: reproducible text, facts told evenly, held-out wordings that never occur."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

@@ -27,8 +27,6 @@ The oracle. `undisturbed` is a run of the same config that was left alone, with 
 5. A lock or a claim that a living process holds is respected, in whichever PID namespace it lives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

@@ -3,8 +3,6 @@
 `python -m tests.resilience.rows` prints those elsewhere than here, for `make chaos`.
 """
 
-from __future__ import annotations
-
 HERE = "resilience/test_acceptance.py::test_the_run_ends_with_the_bits_of_the_undisturbed_one"
 SUPERVISOR = "resilience/test_supervisor.py::test_a_rank_that_fails_is_named_and_all_are_started_again"
 STORE, KILLED = "train/checkpoints/test_checkpoints_store.py", "train/checkpoints/test_checkpoints_killed.py"

@@ -1,7 +1,5 @@
 """The acceptance table is whole; `z2a chaos` on real training in two ranks: plans, and the faults of many rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Copies of memory checkpoints on the next machine: three machines with two ranks each, as folders of this one."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import time

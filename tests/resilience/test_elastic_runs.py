@@ -1,7 +1,5 @@
 """`z2a train --nodes 1:2` in two network namespaces: one is cut off and heals, machine 0 is killed and comes back."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

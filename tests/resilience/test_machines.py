@@ -1,7 +1,5 @@
 """Several machines in one run, as processes on this one: each has its supervisor, and all of them meet."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

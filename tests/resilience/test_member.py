@@ -1,7 +1,5 @@
 """A machine at the rendezvous address of a run, when something else is there."""
 
-from __future__ import annotations
-
 import http.server
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Buffers in memory under damage, kills and too little room: nothing that is not whole is ever taken."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import random

@@ -1,7 +1,5 @@
 """`z2a train --nodes 2` with copies in the memory of the other machine: one machine is switched off and replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

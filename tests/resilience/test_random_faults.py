@@ -1,7 +1,5 @@
 """Random faults at random moments of real runs; random_faults.py says what is drawn, and when the end is right."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """Random faults for a time, then the same steps without faults: all bits are equal. `make soak`: SOAK_MINUTES (30), one
 fault in SOAK_EVERY seconds (120), up to 4 ranks."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

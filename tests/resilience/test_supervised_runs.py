@@ -1,7 +1,5 @@
 """`z2a train` under its supervisor, with real ranks that compute together: faults, and the same bits at the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

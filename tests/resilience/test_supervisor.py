@@ -1,7 +1,5 @@
 """The supervisor on small programs with heartbeats: what fails, who is named, what is tried again, and when it ends."""
 
-from __future__ import annotations
-
 import fcntl
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Ranks that start warm: forked by a process that has done the imports."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

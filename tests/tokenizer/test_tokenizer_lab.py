@@ -1,7 +1,5 @@
 """`z2a tokenizer eval`: the figures are what they say, and others can stand beside ours."""
 
-from __future__ import annotations
-
 import json
 import sys
 

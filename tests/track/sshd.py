@@ -1,7 +1,5 @@
 """A real OpenSSH server on loopback, for tests: its own port, host key, user key and configuration files."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

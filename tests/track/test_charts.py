@@ -1,7 +1,5 @@
 """Which metrics share a chart: those of one unit, and never a sum with its own parts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

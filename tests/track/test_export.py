@@ -1,7 +1,5 @@
 """A run sent to other programs: every row once, again after a failure, and never from the training process."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """A server stays reachable and says little, whatever its clients do; its gate knows whom it lets through."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

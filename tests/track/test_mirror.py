@@ -1,7 +1,5 @@
 """Runs on another machine, copied over ssh: a real sshd on loopback, real keys, real broken connections."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """One PNG per run, from whatever metrics it has."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """All attempts of a run read as one run, whatever state its files are in."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

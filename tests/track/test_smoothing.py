@@ -1,7 +1,5 @@
 """Curves: smoothing bends no start and spreads no NaN; two thousand points hide nothing of a million."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 

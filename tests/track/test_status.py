@@ -1,7 +1,5 @@
 """Running, stalled, finished, crashed: judged from the files and the process, and the list of many runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

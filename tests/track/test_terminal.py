@@ -1,7 +1,5 @@
 """A run in the terminal: what a frame says, and the live view in a real pseudo-terminal."""
 
-from __future__ import annotations
-
 import math
 import os
 import pty

@@ -1,7 +1,5 @@
 """The writer must never hurt training: these tests break the disk, the folder and the process under it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -155,7 +153,7 @@ class DeviceScalar:
     def __init__(self) -> None:
         self.ready = threading.Event()
 
-    def detach(self) -> DeviceScalar:
+    def detach(self) -> "DeviceScalar":
         return self
 
     def item(self) -> float:

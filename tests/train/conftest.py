@@ -1,7 +1,5 @@
 """A small workspace and a small config to train with."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random

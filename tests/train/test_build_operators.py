@@ -1,7 +1,5 @@
 """All processes of a run have the same settings and choose the same operators, or none of them starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Passes as a CUDA graph: a replay computes what eager passes compute, and a run continues where there is no graph."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

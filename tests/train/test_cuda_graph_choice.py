@@ -1,7 +1,5 @@
 """Which runs capture their passes as a CUDA graph."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

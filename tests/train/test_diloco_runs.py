@@ -1,7 +1,5 @@
 """Whole runs of two groups over the real link, each with a folder of its own."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a dry run, which is one process, says about a run of several. The rest of it: tests/cli/test_cli_train.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all.config import load_config

@@ -1,7 +1,5 @@
 """The largest micro-batch that fits: searched without ever running out of memory, and saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math

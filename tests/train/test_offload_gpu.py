@@ -1,7 +1,5 @@
 """Offload on a GPU: copies that are slow on their streams change nothing, because everything that needs them waits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """`z2a train --plan-only`: what the plan says, and that a step of rank 0 does what it says."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Checks before the first step find what would cost a night, and say nothing where nothing is wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The machines of a run share its folder, or the run is refused before its first step."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

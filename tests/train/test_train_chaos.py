@@ -1,7 +1,5 @@
 """Faults injected into real processes: a run that was taken over, weights that are not finite, replicas that differ."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

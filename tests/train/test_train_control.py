@@ -1,7 +1,5 @@
 """What two processes of a run say to each other: nothing between ordinary steps, and what one alone knows in time."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

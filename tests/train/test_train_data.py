@@ -1,7 +1,5 @@
 """What a run does with its data: mixtures that change on resume, longer sequences, limits, documents, best fit."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections import defaultdict

@@ -3,8 +3,6 @@
 Bit for bit where nothing but time was lost; to the last digits of float64 where sums are made in another order.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import shutil
@@ -92,7 +90,7 @@ class Course:
     rows: dict[int, list[str]]
     held_out: dict[str, list[float]]
 
-    def assert_same(self, other: Course, tolerance: float, steps: int = STEPS) -> None:
+    def assert_same(self, other: "Course", tolerance: float, steps: int = STEPS) -> None:
         """The same samples in the same global order, every one once, and losses that agree."""
         assert self.rows == other.rows
         assert self.losses[:steps] == pytest.approx(other.losses[:steps], rel=tolerance, abs=0)

@@ -1,7 +1,5 @@
 """A step on a GPU: the host never waits in it, a refused one leaves no trace, and float8 copies follow the weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The data is poisoned where a disk or a crawler would have done it: in the packed
 step is a function of config and data, so a test can write noise into exactly the samples of a few steps.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Checkpoints in memory: what a killed run continues from, and what it never takes."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

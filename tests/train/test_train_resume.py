@@ -1,7 +1,5 @@
 """Real processes, killed: a run interrupted anywhere ends with the same bits as one that was left alone."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The learning rate over the steps: every kind, stages with schedules of their own, and an anneal on top."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a signal does to a run: one request, however many signals it takes, and a save before the end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The state of a run: flat buffers under the model's parameters, the optimizer that fits, tensors that can be kept."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

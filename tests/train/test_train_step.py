@@ -1,7 +1,5 @@
 """One optimizer step: the same gradient whatever the micro-batch, and no trace of a step that went wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

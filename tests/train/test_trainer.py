@@ -1,7 +1,5 @@
 """A whole run inside this process: what it logs, what it refuses, what it does when it is run again."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Two network namespaces as two machines: they meet, train, and name each mistake of a start."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -50,12 +50,13 @@ def _sft(arguments: argparse.Namespace) -> int:
 
     model MODEL                   run of the workspace, such as one of `z2a sft`, or Hugging Face folder
     --work
-    --data+! PATH:path            files or folders of pairs: prompt, chosen and rejected, as texts or messages; JSON, JSONL,
-        CSV or parquet
+    --data+! PATH:path            files or folders of pairs: prompt, chosen and rejected, as texts or messages; JSON,
+        JSONL, CSV or parquet
     --name NAME                   name of the new run (default: MODEL-dpo)
     --epochs X:float>0 =1         how often the pairs are read (default 1)
     --lr X:float>0                highest learning rate, of AdamW (default: 1e-6, above 2 B parameters 5e-7)
-    --seq-len N:int>=2            tokens of an answer with its prompt; longer pairs are left out (default: the base run's)
+    --seq-len N:int>=2            tokens of an answer with its prompt; longer pairs are left out (default: the base
+        run's)
     --valid-share X:float>=0..0.5 =0.02  share of the prompts that is held out (default 0.02)
     --step
     --beta X:float>0              how strongly answers are held to the base's (default 0.1, with --normalise 5)
@@ -69,13 +70,14 @@ def _sft(arguments: argparse.Namespace) -> int:
     """)
 def _dpo(arguments: argparse.Namespace) -> int:
     from zero2all.common.workspace import Workspace
-    from zero2all.finetune.dpo import DpoOptions, prepare_dpo
+    from zero2all.finetune.dpo import prepare_dpo
+    from zero2all.finetune.sft import SftOptions
 
     names = ("beta", "normalise", "label_smoothing", "sft_weight")
     asked = {name: value for name in names if (value := getattr(arguments, name))}
     given = _given(arguments, "dpo")
     given["overrides"] = [*(f"--finetune.dpo.{name}={value}" for name, value in asked.items()), *given["overrides"]]
-    prepared = prepare_dpo(arguments.model, Workspace(arguments.work), DpoOptions(**given))
+    prepared = prepare_dpo(arguments.model, Workspace(arguments.work), SftOptions(**given))
     return _begin(arguments, prepared, "pairs")
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig, config_values
 from zero2all.config.finetune import PAIRS
-from zero2all.config.training import OptimConfig
 from zero2all.finetune.data import DataOptions
-from zero2all.finetune.prepare import PreparedRun, TuneOptions, begin_run, open_base, run_length, tuned_config
-from zero2all.finetune.sft import packed_for
+from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, run_length
+from zero2all.finetune.sft import SftOptions, packed_for
 
 FOLDER = "dpo"
 """Below the workspace: packed pairs, by run."""
@@ -20,36 +19,30 @@ RATES = ((2e9, 1e-6), (math.inf, 5e-7))
 WARMUP_SHARE = 0.1
 
 
-@dataclass(frozen=True, kw_only=True)
-class DpoOptions(TuneOptions):
-    """`seq_len`: tokens of an answer with its prompt; a row has room for two."""
-
-    epochs: float = 1.0
-
-
-def prepare_dpo(base: str, workspace: Workspace, options: DpoOptions) -> PreparedRun:
-    """Pack the pairs and write the run, or find it begun with the same pairs and settings."""
-    loaded, known = open_base(base, workspace, options)
-    longest = options.seq_len or min(known.data.seq_len, known.model.max_seq_len)
+def prepare_dpo(base: str, workspace: Workspace, options: SftOptions) -> PreparedRun:
+    """Pack the pairs and write the run, or find it begun with the same pairs and settings. `options.seq_len`: tokens of
+    an answer with its prompt; a row has room for two."""
+    loaded = base_model(base, workspace, options.name, options.step)
+    assert loaded.config is not None, "it is a run"
+    known, values = loaded.config, config_values(loaded.config)
+    seq_len = 2 * (options.seq_len or min(known.data.seq_len, known.model.max_seq_len))
     folder = (workspace.root / FOLDER / options.name).resolve()
-    report = packed_for(workspace, loaded, options, folder, DataOptions(2 * longest, options.valid_share, pairs=True))
-    length = run_length(known, report["rows"]["train"] * options.epochs, 2 * longest)
-    optim = {} if known.optim.kind.startswith("adamw") else asdict(OptimConfig())  # Muon's rates are others
-    lr = options.lr or next(rate for most, rate in RATES if loaded.parameters <= most)
+    data = DataOptions(seq_len, options.valid_share, pairs=True)
+    report = packed_for(loaded, workspace, options, folder, data)
     changes: dict[str, dict[str, Any]] = {
+        **run_length(options.name, known, report["rows"]["train"] * options.epochs, seq_len),
         "data": {
-            **{"packed": str(folder), "mixture": {PAIRS: 1.0}, "seq_len": 2 * longest, "max_epochs": None},
+            **{"packed": str(folder), "mixture": {PAIRS: 1.0}, "seq_len": seq_len, "max_epochs": None},
             **{"packing": "best_fit", "document_mask": True},
         },
         "model": dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0),
-        "train": {**length, "z_loss": 0.0},
-        "optim": {**optim, "lr_max": float(f"{lr:.4g}"), "weight_decay": 0.0},
-        "schedule": {
-            "kind": "linear",
-            "warmup_steps": max(1, int(WARMUP_SHARE * length["steps"])),
-            "min_lr_ratio": 0.0,
-        },
         "finetune": {"method": "dpo"},
-        "guards": {"loss_spike": "log"},  # what the answers cost rises as the rejected ones become less likely
+        "guards": {"loss_spike": "log"},  # the loss of all answers rises as the rejected ones become less likely
     }
-    return begin_run(workspace, loaded, tuned_config(known, changes, options), report, options)
+    changes["train"]["z_loss"] = 0.0
+    warmup = max(1, int(WARMUP_SHARE * changes["train"]["steps"]))
+    changes["schedule"] = {"kind": "linear", "warmup_steps": warmup, "min_lr_ratio": 0.0}
+    optim = {} if known.optim.kind.startswith("adamw") else config_values(RunConfig())["optim"]  # not Muon's rates
+    lr = options.lr or next(rate for most, rate in RATES if loaded.parameters <= most)
+    changes["optim"] = {**optim, "lr_max": lr, "weight_decay": 0.0}
+    return begin_run(loaded, changed_config(values, changes, options.overrides), workspace, report, options.replace)

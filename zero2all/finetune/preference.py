@@ -84,7 +84,7 @@ def losses_of(answers: Answers, reference: Tensor, config: DpoConfig) -> tuple[T
 class Preference:
     """The objective of a run on pairs."""
 
-    metrics = ("pairs", *METRICS)
+    metrics: tuple[str, ...] = ("pairs", *METRICS)
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config.finetune.dpo

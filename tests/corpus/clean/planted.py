@@ -1,7 +1,5 @@
 """Made-up texts for the tests: good ones in Chinese, English and Python, and garbage of every kind."""
 
-from __future__ import annotations
-
 import base64
 import random
 from collections.abc import Callable

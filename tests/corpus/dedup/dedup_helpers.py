@@ -1,7 +1,5 @@
 """Unit folders made in a test, and what a search found in them in comparable form."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence

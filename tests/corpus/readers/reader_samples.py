@@ -1,8 +1,6 @@
 """Small inputs of every format in every wrapping, and how to read them. RAR archives are written by hand here, since
 nothing free writes them."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

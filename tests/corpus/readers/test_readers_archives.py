@@ -1,7 +1,5 @@
 """What an archive may not do, and what is not read in one."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import sys

@@ -1,7 +1,5 @@
 """Damage costs what is damaged: it is reported with its place, and the rest is kept."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

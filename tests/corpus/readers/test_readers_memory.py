@@ -1,7 +1,5 @@
 """Memory does not grow with the input. Peak resident size of a fresh process, libraries included (numba 100 MB)."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Every format in every wrapping gives the same rows, found by content."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Content decides what a file is, and which files a source has."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from pathlib import Path

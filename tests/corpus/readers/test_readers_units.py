@@ -1,7 +1,5 @@
 """However a file is split, and wherever reading was interrupted, the items are the same."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

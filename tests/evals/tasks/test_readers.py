@@ -1,7 +1,5 @@
 """Every benchmark in each form its files have: small ones of our own invention."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

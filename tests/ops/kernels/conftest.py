@@ -3,8 +3,6 @@
 Where there is a GPU the same tests run on it, compiled, and count as tests that need one (`make gpu`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

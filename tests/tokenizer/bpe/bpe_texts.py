@@ -1,7 +1,5 @@
 """Text for the trainer's tests."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field

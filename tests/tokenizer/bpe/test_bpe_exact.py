@@ -1,7 +1,5 @@
 """Cutting, threads, spilling and interruption do not change one merge."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """What is learned from odd text and how it is split, and what is said when it cannot be learned."""
 
-from __future__ import annotations
-
 import json
 import random
 

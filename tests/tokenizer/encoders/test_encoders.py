@@ -1,7 +1,5 @@
 """Encoders: every one of them gives the ids of the reference, or is not used."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

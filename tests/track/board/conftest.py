@@ -1,7 +1,5 @@
 """Runs to look at, a board that serves them, and pages of the browser in both languages."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

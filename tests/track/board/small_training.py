@@ -6,8 +6,6 @@ to is printed when they are done. At the end of the input it closes its run and 
     python small_training.py RUN_FOLDER
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

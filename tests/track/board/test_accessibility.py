@@ -3,8 +3,6 @@
 axe-core comes from npm (`scripts/vendor_web.sh dev`); without it these tests are skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the board's server answers, and to whom."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """The chart library is fetched with npm where it is missing, and only the tested file is taken."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tarfile

@@ -1,7 +1,5 @@
 """Small checkpoints, forged ones, and ranks to save them with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -2,8 +2,6 @@
 
 The ranks are threads of this process."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

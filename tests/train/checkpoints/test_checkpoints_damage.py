@@ -1,7 +1,5 @@
 """Every byte counts: whatever is flipped, cut, lost or renamed is noticed, set aside, and never restarts a run."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Saves from a GPU: pinned host memory taken once, and a copy that later changes on the device do not reach."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ and of the deletion that follows it, or of going back. A power cut also loses wh
 order of flushes and renames is therefore checked on its own.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

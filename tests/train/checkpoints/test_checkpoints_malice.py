@@ -1,7 +1,5 @@
 """Checkpoints made to do harm, with seals and checksums that are right: refused before code runs or memory is taken."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

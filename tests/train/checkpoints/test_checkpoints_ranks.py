@@ -1,7 +1,5 @@
 """Many ranks: FSDP2 states saved by two come back bit for bit at one, two and three, and nobody commits alone."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -1,7 +1,5 @@
 """What stays: the newest, the multiples, the pinned, and always two that are whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Saving beside training: what is saved is the moment of the call, a failure is a report, and the loop goes on."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import threading

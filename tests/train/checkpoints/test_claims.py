@@ -1,7 +1,5 @@
 """Claims: one reader to a checkpoint, retention waits for it, and a dead reader holds nothing."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,7 +1,5 @@
 """One writer per run: the living are respected, the dead are taken over, and nobody guesses about other machines."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Packed data of several shards, and the folder of a run over it that nobody had to train."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`z2a inspect RUN STEP` as a person types it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Planted spikes and drops are found, clean curves are left alone, and a restored detector goes on to the bit."""
 
-from __future__ import annotations
-
 import json
 import math
 

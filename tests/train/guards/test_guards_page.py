@@ -1,7 +1,5 @@
 """The page is whole, escaped and without scripts; the advice follows from its rules; nothing here can stop a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import html.parser
 

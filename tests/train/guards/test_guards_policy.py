@@ -1,7 +1,5 @@
 """What follows from findings: nothing, a step left out, a way back, or the end; and how that survives a crash."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """Rows, shards and documents are those the loader reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from zero2all.packed.bestfit import open_best_fit

@@ -1,7 +1,5 @@
 """All guards together, on simulated losses: what they decide is recorded, and exact over a crash."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A rank that is slow for some steps is named; others, and one long pause, are not."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

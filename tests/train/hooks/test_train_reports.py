@@ -1,7 +1,5 @@
 """The times of steps in the metric rows: between the ends of steps, by the clock of the device that computed them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@ Python imports this file before anything else, so that who keeps a name of its o
 What local workers and readers get over their own socket pair is let through, by the file that reads it.
 """
 
-from __future__ import annotations
-
 import _pickle
 import os
 import pickle

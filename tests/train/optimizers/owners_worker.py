@@ -3,8 +3,6 @@
 python owners_worker.py RANK WORLD FOLDER
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

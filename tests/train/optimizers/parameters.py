@@ -1,7 +1,5 @@
 """Small logical parameters of every kind, their masters, and parts of them put together again."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What every optimizer promises: cancelled steps leave no trace, saved ones continue exactly, groups are right."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

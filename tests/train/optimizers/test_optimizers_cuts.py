@@ -4,8 +4,6 @@ What needs no communication is simulated: each rank has an optimizer of its own 
 rows under Muon) runs in three real processes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

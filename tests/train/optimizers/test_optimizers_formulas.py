@@ -1,7 +1,5 @@
 """Each optimizer against its formulas, written again in float64 with numpy, over 20 steps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

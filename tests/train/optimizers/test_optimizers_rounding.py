@@ -1,7 +1,5 @@
 """Stochastic rounding: right on average, reproducible, and independent between places, steps and parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
