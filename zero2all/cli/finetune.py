@@ -42,7 +42,7 @@ def _sft(arguments: argparse.Namespace) -> int:
 
     options = SftOptions(**_given(arguments, "sft"), replay=arguments.replay)
     prepared = prepare_sft(arguments.model, Workspace(arguments.work), options)
-    return _begin(arguments, prepared, "conversations")
+    return _begin(arguments, prepared)
 
 
 @verb("""
@@ -78,7 +78,7 @@ def _dpo(arguments: argparse.Namespace) -> int:
     given = _given(arguments, "dpo")
     given["overrides"] = [*(f"--finetune.dpo.{name}={value}" for name, value in asked.items()), *given["overrides"]]
     prepared = prepare_dpo(arguments.model, Workspace(arguments.work), SftOptions(**given))
-    return _begin(arguments, prepared, "pairs")
+    return _begin(arguments, prepared)
 
 
 def _given(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
@@ -90,11 +90,14 @@ def _given(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     return {"name": name, **{each: getattr(arguments, each) for each in names}}
 
 
-def _begin(arguments: argparse.Namespace, prepared: PreparedRun, what: str) -> int:
+def _begin(arguments: argparse.Namespace, prepared: PreparedRun) -> int:
     """Say what was read, and train."""
     report, config = prepared.report, prepared.config
     forms = ", ".join(f"{form} {count:,}" for form, count in report["forms"].items())
-    tell(f"{what}: {report['kept']:,} of {report['read']:,} ({forms})")
+    if config.finetune.method == "dpo":
+        tell(f"pairs: {report['kept']:,} of {report['read']:,} ({forms})")
+    else:
+        tell(f"conversations: {report['kept']:,} of {report['read']:,} ({forms})")
     for reason, count in list(report["left_out"].items())[:SHOWN_REASONS]:
         say(f"left out: {count:,} {reason}, such as {report['examples'][reason]}")
     learned, tokens = report["learned_tokens"]["train"], report["tokens"]["train"]

@@ -146,9 +146,8 @@ def _packed(
     if not counts.kept:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.left_out.most_common())
         raise BadInputError(
-            f"There is {'no pair' if options.pairs else 'no conversation'} to learn from in "
-            f"{', '.join(map(str, paths))} (read: {counts.read:,}; left out: {reasons or 'none'}). "
-            f"{folder / LEFT_OUT_NAME} has each with its reason."
+            f"There is nothing to learn from in {', '.join(map(str, paths))} (read: {counts.read:,}; left out: "
+            f"{reasons or 'none'}). {folder / LEFT_OUT_NAME} has each with its reason."
         )
     written = _Written(folder, options.source, 2 if options.pairs else 1, tokenizer, inputs)
     manifests = [written.split(split, writers.totals[split], work) for split in SPLITS]

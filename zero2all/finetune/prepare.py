@@ -25,6 +25,7 @@ from zero2all.train.checkpoints.manifest import Step, read_manifest
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.saved_config import CONFIG_FILE, FINETUNE_FILE, load_run_config, save_run_config
+from zero2all.train.state import DTYPES
 
 FEWEST_STEPS = 40
 """A set so small that it would be read in fewer steps gets smaller steps."""
@@ -111,7 +112,8 @@ def begin_run(
     }
     with staged_folder(run) as partial:
         save_run_config(config, partial)
-        weights_by_name = {f"model/{name}": tensor for name, tensor in loaded.weights().items()}
+        dtype = DTYPES["float64" if config.train.precision == "float64" else "float32"]
+        weights_by_name = {f"model/{name}": tensor.to(dtype) for name, tensor in loaded.weights().items()}
         snapshot = Snapshot.of_tensors(weights_by_name, {"step": 0, "tokens": 0})
         folder = write_checkpoint(partial, 0, snapshot, {"inputs": record["config"], **details})
         write_json(partial / FINETUNE_FILE, {**record, "weights": fingerprint(read_manifest(folder)["files"])})

@@ -65,14 +65,10 @@ def build_best_fit(split: PackedSplit, seq_len: int) -> dict[str, Any]:
         with ExitStack() as stack:
             starts, lengths, rows = (stack.enter_context((partial / name).open("wb")) for name in ARRAYS)
             for shard, tokens in enumerate(split.shards.lengths):
-                borders, together = np.append(split.docs[shard].astype(np.int64), tokens), split.together
-                chunks = cut_documents(borders, seq_len)
-                if together == 1:
-                    row_of = best_fit_rows(chunks.lengths, seq_len + 1)
-                else:
-                    lengths = chunks.lengths.reshape(-1, together).sum(axis=1)
-                    assert lengths.max() <= seq_len + 1, "whoever packed them has left out the long ones"
-                    row_of = np.repeat(best_fit_rows(lengths, seq_len + 1), together)
+                chunks = cut_documents(np.append(split.docs[shard].astype(np.int64), tokens), seq_len)
+                placed = chunks.lengths.reshape(-1, split.together).sum(axis=1)
+                assert placed.max(initial=0) <= seq_len + 1, "whoever packed them has left out the long ones"
+                row_of = np.repeat(best_fit_rows(placed, seq_len + 1), split.together)
                 by_row = np.lexsort((chunks.starts, row_of))
                 counts = np.bincount(row_of, minlength=0)
                 starts.write((chunks.starts[by_row] + split.shard_starts[shard]).astype("<u8").tobytes())
