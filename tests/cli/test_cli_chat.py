@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.bigram import saying
 from tests.processes import Program, Screen
+from zero2all.common.errors import UsageError
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
-from zero2all.infer.talk import Talk, Typed, read_message
-from zero2all.tokenizer.chat import Message
+from zero2all.infer.talk import MOST_TURNS, Talk, Typed, read_message
+from zero2all.infer.tools import TOOLS
+from zero2all.tokenizer.chat import Dialogue, Message
+from zero2all.tokenizer.template import own_chat
 
 IN_TERMINAL = """
 import fcntl, os, pathlib, sys, termios, time
@@ -251,6 +255,63 @@ def test_an_answer_that_was_cut_says_by_what(
     talk.max_new_tokens = most
     talk._say("x")
     assert said in capsys.readouterr().out
+
+
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+
+
+def test_a_call_is_answered_and_the_model_goes_on_from_its_own_ids(bigram, talk_to, logits, capsys, monkeypatch):
+    as_in_terminal(monkeypatch)
+    talk = talk_to(bigram(logits, 1024), "template")
+    talk.conversation.tools, talk.max_new_tokens = [TOOLS["calculator"].spec], 300
+    prompts, submit = [], talk.service.submit
+    monkeypatch.setattr(
+        talk.service, "submit", lambda request, deliver: (prompts.append(request.prompt), submit(request, deliver))[1]
+    )
+    saying(talk.service, f"<think>\nI ask.\n</think>\n\nWell\n{CALL}", "It is 42.", "Rome")
+    talk._say("6 * 7?")
+    shown = capsys.readouterr().out
+    assert re.search(
+        r"^I ask\.\nWell\n109 .*\ncalculator: 6\*7 -> 42\nIt is 42\.\n9 tok",
+        shown.replace("\x1b[2m", "").replace("\x1b[0m", ""),
+    )
+    assert "<" not in shown
+    assert shown.index("\x1b[0m") < shown.index("Well") < shown.index("calculator"), "thoughts are dim"
+    call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "6*7"}}}
+    said = [Message("user", "6 * 7?"), Message("assistant", "Well", "I ask.", (call,)), Message("tool", "42")]
+    assert talk.conversation.messages == [*said, Message("assistant", "It is 42.")]
+    template = own_chat(talk.service.loaded.tokenizer)
+    assert prompts[1] == template.encode(Dialogue(said, talk.conversation.tools)), "no id of the answer has changed"
+    talk._retry("")
+    assert talk.conversation.messages == [said[0], Message("assistant", "Rome")]
+
+
+def test_a_model_that_only_calls_is_stopped_and_the_person_goes_on(bigram, talk_to, logits, capsys):
+    talk = talk_to(bigram(logits, 2048), "template")
+    talk.conversation.tools, talk.max_new_tokens = [TOOLS["calculator"].spec], 300
+    saying(talk.service, *[CALL] * MOST_TURNS, "Rome <tool_call>x</tool_call>")
+    talk._say("?")
+    told = capsys.readouterr()
+    assert "8 times without an answer" in told.err
+    assert told.out.strip() == ""
+    talk._say("!")
+    assert talk.conversation.messages[::2] == [Message("user", "!")]
+    told = capsys.readouterr()
+    assert told.out == "Rome <tool_call>x</tool_call>\n"
+    assert "not understood" in told.err
+
+
+def test_thinking_is_switched_where_the_template_has_a_switch(bigram, talk_to, logits):
+    talk = talk_to(bigram(logits, 1024), "template")
+    talk._thinking("off")
+    assert talk.conversation.thinking is False
+    for word in ("", "maybe"):
+        with pytest.raises(UsageError, match="on or off"):
+            talk._thinking(word)
+    talk._thinking("on")
+    talk.conversation.frame = "plain"
+    with pytest.raises(UsageError, match="need the model's template"):
+        talk._say("x")
 
 
 def test_the_model_cannot_command_the_terminal(speller, talk_to, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.bigram import saying
 from tests.browser import watched_page
 from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
+from zero2all.tokenizer.chat import own_template
 
 from .conftest import MAX_LEN, Served, held, serving
 
@@ -114,6 +117,27 @@ def test_escape_stops_an_answer_undo_gives_the_words_back_and_enter_of_an_input_
         }"""
     )
     assert seen == [[["北", 0, 2], ["京", 1, 1]], "中国", None], "characters of several tokens are shown whole"
+
+
+def test_the_model_calculates_and_thinks_where_everybody_sees_it(page, loaded: LoadedModel, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text(f"{own_template(loaded.tokenizer)}{{# theirs #}}")
+    with serving(dataclasses.replace(loaded, folder=tmp_path)) as served:
+        call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+        saying(served.model.service, f"<think>\nI ask.\n</think>\n\nWell\n{call}", "It is 42.", call, "Again 42.")
+        open_page(page, served, "chat", max_tokens=400)
+        page.check("#set-tools")
+        say(page, "6 * 7?")
+        for _ in range(2):  # kept over a reload
+            expect(page.locator(ANSWER)).to_have_text(["Well", "It is 42."])
+            expect(page.locator(".thought .prose")).to_have_text("I ask.")
+            expect(page.locator(".call")).to_have_text('calculator({"expression":"6*7"})')
+            expect(page.locator(".message.result .body")).to_have_text("42")
+            page.reload()
+            page.wait_for_selector("#load")
+        say(page, "Once more")
+        expect(page.locator(ANSWER)).to_have_text(["Well", "It is 42.", "", "Again 42."])
+        page.click('[data-tool="undo"]')
+        expect(page.locator(".message")).to_have_count(4)
 
 
 @pytest.mark.parametrize("locale", ["zh-CN"])

@@ -255,7 +255,7 @@ def test_the_model_is_listed_with_its_facts_and_the_sampling_of_the_terminal(cli
     assert model.id == "tiny"
     assert client.models.retrieve("tiny").model_dump()["z2a"] == {
         **{"parameters": 29_792, "step": 7, "tokens": 1000, "max_len": 4096},
-        **{"chat": "plain", "dtype": "float32", "device": "cpu"},
+        **{"chat": "plain", "tools": [], "dtype": "float32", "device": "cpu"},
         "sampling": CHAT_SAMPLING,
     }
     typed = vars(build_parser().parse_args(["chat"]))

@@ -53,6 +53,11 @@ def refused(served: Served, path: str, body: Any, status: int = 400) -> dict[str
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def called(arguments):
+    return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
 @pytest.mark.parametrize(
@@ -103,12 +108,22 @@ def test_completions_refuse_what_they_do_not_understand(served, fields, param, w
         ({"messages": [{"role": "pirate", "content": "Arr"}]}, "messages", "messages[0] has another"),
         ({"messages": [USER, {"role": "user"}]}, "messages", "messages[1] has something else"),
         ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages", "`tool_calls`"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages", "calls with a name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called("{x}")]}]}, "messages", "the text of a JSON object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]}, "messages", "the text of a JSON object"),
+        ({"messages": [{"role": "assistant", "reasoning_content": 3}]}, "messages", "something else"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "no pictures"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens", "give one of them"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
         ({"logprobs": 2}, "logprobs", "true or false"),
         ({"frame": "golden"}, "frame", "template"),
-        ({"tools": [{"type": "function"}]}, "tools", "cannot do that"),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools", "tools[1] is none"),
+        ({"tools": {}}, "tools", "tools[0] is none"),
+        ({"tools": [TOOL], "frame": "plain"}, None, "need the model's template"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "auto, none"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "cannot do that"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs", "true or false"),
+        ({"chat_template_kwargs": {"custom": 1}}, "chat_template_kwargs", "enable_thinking"),
         ({"response_format": {"type": "json_object"}}, "response_format", "cannot do that"),
     ],
 )

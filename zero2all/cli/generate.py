@@ -200,6 +200,8 @@ def _exit_code(refused: int, total: int) -> int:
         questions and answers as its text writes them, or else in a common form; plain, your text continued as it is
         (default auto: template if the model was trained with it, frame if the form of its text is known, else plain)
     --system TEXT =                instructions for the model
+    --tool none|calculator =none   a function that the model may call
+    --thinking auto|on|off =auto   whether the model thinks before it answers, where its template has a switch
     --max-new-tokens N:count =512  most tokens to generate (default 512)
     --temperature X:float>=0 =0.7  0 always takes the most likely token, 1 samples from the model's distribution
         (default 0.7)
@@ -216,11 +218,14 @@ def _chat(arguments: argparse.Namespace) -> int:
     from zero2all.infer.engine import EngineSettings
     from zero2all.infer.service import Service
     from zero2all.infer.talk import Talk
+    from zero2all.infer.tools import TOOLS
     from zero2all.tokenizer.text import well_formed
 
     service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
     try:
         conversation = Conversation(loaded, service.engine.max_len, arguments.frame, well_formed(arguments.system))
+        conversation.tools = [TOOLS[arguments.tool].spec] if arguments.tool in TOOLS else []
+        conversation.thinking = {"on": True, "off": False}.get(arguments.thinking)
         stops = tuple(map(well_formed, arguments.stop))
         return Talk(service, conversation, sampling, arguments.max_new_tokens, stops).run()
     finally:

@@ -12,14 +12,15 @@ which neither is known is a base model, whose messages are continued.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import UsageError, UserError
 from zero2all.common.files import MANIFEST_NAME, read_json_object
+from zero2all.infer.tools import CALL, THINK, Written, read_answer
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Dialogue, Message, own_template
 from zero2all.tokenizer.template import ChatTemplate, folder_template, own_chat
 from zero2all.train.saved_config import FINETUNE_FILE
@@ -43,6 +44,14 @@ class ChatPrompt:
     heal: bool
     how: str
     """template, frame or plain."""
+    begun: str | None = None
+    """How the answer begins in the prompt; None: it is text, without thoughts and calls."""
+    with_calls: bool = False
+    """Calls are looked for."""
+
+    def read(self, answer: str, is_whole: bool = True) -> Written:
+        """The parts of what was written after the prompt."""
+        return Written(answer) if self.begun is None else read_answer(answer, is_whole, self.begun, self.with_calls)
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,17 @@ class ChatFormatChoice:
     why: str
 
 
-def chat_prompt(loaded: LoadedModel, messages: Sequence[Message], frame: str = "auto") -> ChatPrompt:
+def chat_prompt(
+    loaded: LoadedModel, messages: Sequence[Message], frame: str = "auto",
+    tools: Sequence[Mapping[str, Any]] = (), thinking: bool | None = None,
+) -> ChatPrompt:  # fmt: skip
     """The prompt after which the assistant's next message is to be written."""
     _check(messages, frame)
     how = choose(loaded).how if frame == "auto" else frame
     if how == "template":
-        return _by_template(loaded, messages)
+        return _by_template(loaded, Dialogue(messages, tools, thinking))
+    if tools or thinking or any(message.calls for message in messages):
+        raise UsageError(f"Calls of functions and thoughts need the model's template; the frame is {how}.")
     if how == "plain":
         return _as_text(messages)
     return _in_frame(_own_frames(loaded) or USUAL_FRAMES, messages)
@@ -98,9 +112,25 @@ def _check(messages: Sequence[Message], frame: str) -> None:
 # ---- template -------------------------------------------------------------------------------------------------
 
 
-def _by_template(loaded: LoadedModel, messages: Sequence[Message]) -> ChatPrompt:
+def _by_template(loaded: LoadedModel, dialogue: Dialogue) -> ChatPrompt:
     template = _template_of(loaded) or own_chat(loaded.tokenizer)
-    return ChatPrompt(template.encode(Dialogue(messages)), (), template.end_ids, heal=False, how="template")
+    if dialogue.tools and not ("tools" in template.source and CALL in template.source):
+        raise UsageError(f"The model's template has no functions that are called as {CALL}.")
+    if dialogue.thinking and "enable_thinking" not in template.source:
+        raise UsageError("The model's template has no switch for thinking.")
+    ids = template.encode(dialogue)
+    begun = f"{THINK}\n" if loaded.tokenizer.decode(ids[-8:]).rstrip().endswith(THINK) else ""
+    is_marked = THINK in template.source or CALL in template.source
+    begun_as = begun if is_marked else None
+    return ChatPrompt(ids, (), template.end_ids, False, "template", begun_as, with_calls=bool(dialogue.tools))
+
+
+def prompt_after(
+    loaded: LoadedModel, prompt: ChatPrompt, ids: Sequence[int], results: Sequence[Message], thinking: bool | None
+) -> ChatPrompt:
+    """The prompt after an answer, of these ids, and what the functions that it called have answered."""
+    template = _template_of(loaded) or own_chat(loaded.tokenizer)
+    return replace(prompt, prompt=[*prompt.prompt, *ids, *template.encode_after(results, thinking)])
 
 
 def _template_of(loaded: LoadedModel) -> ChatTemplate | None:

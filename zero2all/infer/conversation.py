@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from zero2all.infer.chat import ChatPrompt, chat_prompt
 from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
-from zero2all.tokenizer.chat import LEARNED_ROLE, Message
+from zero2all.tokenizer.chat import Message
 
 ROOM_SHARE = 4
 """At least one part in this many of the model's length is kept free for the answer."""
@@ -34,6 +36,10 @@ class Conversation:
     system: str = ""
     messages: list[Message] = field(default_factory=list)
     """Of the person and the model in turn; the system's message is kept apart."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the model may call."""
+    thinking: bool | None = None
+    """Whether it is to think before it answers; None leaves that to the template."""
 
     def undo(self) -> str | None:
         """Take back the last message of the person and what came after it; None where there is none."""
@@ -45,8 +51,9 @@ class Conversation:
         return taken
 
     def take_back_answer(self) -> bool:
-        """Forget the last answer, so that another can be asked for; False where there is nothing to answer."""
-        while self.messages and self.messages[-1].role == LEARNED_ROLE:
+        """Forget the last answer, with its calls, so that another can be asked for; False where there is nothing to
+        answer."""
+        while self.messages and self.messages[-1].role != "user":
             self.messages.pop()
         return bool(self.messages)
 
@@ -81,7 +88,7 @@ class Conversation:
     def _from(self, first: int) -> Fitted:
         """The prompt without the messages before `first`."""
         head = [Message("system", self.system)] if self.system else []
-        prompt = chat_prompt(self.loaded, [*head, *self.messages[first:]], self.frame)
+        prompt = chat_prompt(self.loaded, [*head, *self.messages[first:]], self.frame, self.tools, self.thinking)
         return Fitted(prompt, self._count(prompt), first)
 
     def _count(self, prompt: ChatPrompt) -> int:

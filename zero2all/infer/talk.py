@@ -13,16 +13,19 @@ from zero2all.common.errors import BadInputError, UsageError, UserError
 from zero2all.common.language import padded, translate
 from zero2all.common.progress import TEXT_MARKS, counted, say, terminal_safe
 from zero2all.common.schema import nearest_hint
-from zero2all.infer.chat import choose
+from zero2all.infer.chat import ChatPrompt, choose, prompt_after
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
 from zero2all.infer.text import Piece, TextRequest
+from zero2all.infer.tools import TOOLS, Written, run_call
 from zero2all.tokenizer.chat import LEARNED_ROLE, Message
 from zero2all.tokenizer.text import well_formed
 
 PROMPT, MORE_PROMPT = "> ", "… "
 BLOCK_MARK = '"""'
+MOST_TURNS = 8
+"""Of one answer: each but the last calls functions."""
 ReadLine = Callable[[str], str | None]
 
 OWN_FRAME_NOTE = "It answers each question by itself, and in the wording of its text: ask as its text asks."
@@ -33,6 +36,7 @@ HELP = {
     "/system TEXT": "set how the model should behave; - removes it, no text shows it",
     "/set NAME VALUE": "change temperature, top_k, top_p, min_p, repetition_penalty, seed or max_new_tokens; no name "
     "shows them",
+    "/thinking on|off": "whether the model thinks before it answers, where its template has a switch",
     "/template /frame /plain": "format the conversation with the model's template, as a dialogue, or as one text",
     "/tokens": "show how much of the context is used",
     "/reset": "start a new conversation",
@@ -77,6 +81,7 @@ class Talk:
             "set": self._set,
             "reset": self._reset,
             "tokens": self._tokens,
+            "thinking": self._thinking,
             **{name: self._frame_command(name) for name in ("template", "frame", "plain")},
         }
 
@@ -128,41 +133,58 @@ class Talk:
     def _say(self, text: str) -> None:
         messages = self.conversation.messages
         if messages and messages[-1].role != LEARNED_ROLE:
-            messages.pop()  # it got no answer
+            self.conversation.undo()  # it got no answer
         messages.append(Message("user", text))
         try:
             self._answer()
         except UserError:  # it cannot be answered
             self._has_failed = True
-            messages.pop()
+            self.conversation.undo()
             raise
 
     def _answer(self) -> None:
-        fitted = self.conversation.fitted(self.max_new_tokens)
+        conversation = self.conversation
+        fitted = conversation.fitted(self.max_new_tokens)
         if fitted.dropped > self._dropped:
             self._note(f"The oldest messages no longer fit into the context and are left out: {fitted.dropped:,}.")
         self._dropped = fitted.dropped
         prompt = fitted.prompt
-        request = TextRequest(
-            prompt.prompt,
-            self.max_new_tokens,
-            dataclasses.replace(self.sampling, seed=self.sampling.seed + self._answers),
-            (*prompt.stop, *self.stop),
-            heal=prompt.heal,
-            end_ids=prompt.end_ids,
-        )
-        self._answers += 1  # every answer has draws of its own
-        text, last = self._stream(request, keep_margins=prompt.how == "plain")
-        if text:
-            self.conversation.messages.append(Message(LEARNED_ROLE, text))
+        tools = {name: tool for name, tool in TOOLS.items() if tool.spec in conversation.tools}
+        for _ in range(MOST_TURNS):
+            request = TextRequest(
+                prompt.prompt,
+                self.max_new_tokens,
+                dataclasses.replace(self.sampling, seed=self.sampling.seed + self._answers),
+                (*prompt.stop, *self.stop),
+                heal=prompt.heal,
+                end_ids=prompt.end_ids,
+            )
+            self._answers += 1  # every answer has draws of its own
+            written, ids, last = self._stream(request, prompt)
+            if written != Written():
+                conversation.messages.append(written.message())
+            self._report(written, last)
+            if not written.calls or last is None or last.finish != "stop":
+                return
+            results = [Message("tool", run_call(call, tools)) for call in written.calls]
+            conversation.messages += results
+            for call, result in zip(written.calls, results, strict=True):
+                given = ", ".join(map(str, call["function"]["arguments"].values()))
+                self._note(f"{call['function']['name']}: {given} -> {result.text}")
+            prompt = prompt_after(self.service.loaded, prompt, ids, results, conversation.thinking)
+        self._note(f"The model has called functions {MOST_TURNS} times without an answer. /retry tries again.")
+
+    def _report(self, written: Written, last: Piece | None) -> None:
+        """Say how an answer ended."""
         if last is None:
+            kept = written != Written()
             self._note(
-                "Stopped. The text so far is kept; /undo removes it." if text else "Stopped. /retry tries again."
+                "Stopped. The text so far is kept; /undo removes it." if kept else "Stopped. /retry tries again."
             )
         elif last.finish == "error":
             self._has_failed = True
             self._note(last.error)
-        elif not text:
+        elif not written.text and not written.calls:
             self._note("The answer is empty. Try /retry, or another format: /template /frame /plain.")
         elif self._is_terminal and last.usage is not None:
             seconds = max(last.usage.seconds, 1e-9)
@@ -172,23 +194,42 @@ class Talk:
                 self._note("The answer was cut at max_new_tokens; /set max_new_tokens 1000 allows more.")
             elif last.finish == "length":
                 self._note("The answer was cut because the context is full; /reset starts a new conversation.")
+        if written.refused:
+            self._note(f"Calls that are not understood and stay text: {written.refused}.")
 
-    def _stream(self, request: TextRequest, keep_margins: bool) -> tuple[str, Piece | None]:
-        """Print an answer as it comes; its text and its last piece, None where it was stopped with Ctrl-C."""
-        text, last = "", None
+    def _stream(self, request: TextRequest, prompt: ChatPrompt) -> tuple[Written, list[int], Piece | None]:
+        """Print an answer as it comes; its parts, its ids and its last piece, None where it was stopped with Ctrl-C."""
+        answer, shown, last = "", Written(), None
+        ids: list[int] = []
         try:
             with closing(self.service.stream(request)) as pieces:  # type: ignore[type-var]
                 for piece in pieces:
-                    fresh = piece.text if keep_margins or text else piece.text.lstrip()
-                    text += fresh
-                    print(terminal_safe(fresh, keep=TEXT_MARKS) if self._is_terminal else fresh, end="", flush=True)
-                    last = piece
+                    answer, last = answer + piece.text, piece
+                    ids += piece.tokens
+                    shown = self._show(prompt, answer, shown, piece.finish is not None)
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
-            last = None
-        print(flush=True)
-        return text if keep_margins else text.rstrip(), last
+            shown, last = self._show(prompt, answer, shown, True), None
+        if shown.text or not (shown.thought or shown.calls):
+            print(flush=True)
+        return shown if prompt.how == "plain" else dataclasses.replace(shown, text=shown.text.rstrip()), ids, last
+
+    def _show(self, prompt: ChatPrompt, answer: str, before: Written, is_whole: bool) -> Written:
+        """Print what the answer has grown by: a thought dim, and beside a pipe on stderr."""
+        now = prompt.read(answer, is_whole)
+        if prompt.how != "plain":
+            now = dataclasses.replace(now, text=now.text.lstrip())
+        thought, text = now.thought[len(before.thought) :], now.text[len(before.text) :]
+        if self._is_terminal:
+            thought, text = (terminal_safe(fresh, keep=TEXT_MARKS) for fresh in (thought, text))
+        aside = sys.stdout if self._is_terminal else sys.stderr
+        if thought:
+            print(f"\x1b[2m{thought}\x1b[0m" if self._is_dim else thought, end="", flush=True, file=aside)
+        if now.thought and not before.text and (text or is_whole):
+            print(file=aside)
+        print(text, end="", flush=True)
+        return now
 
     # Commands ----------------------------------------------------------------------------------------------------
 
@@ -239,6 +280,11 @@ class Talk:
                 self.sampling = dataclasses.replace(self.sampling, **{name: number})
             settings[name] = number
         self._note(", ".join(f"{key} {setting}" for key, setting in settings.items()))
+
+    def _thinking(self, word: str) -> None:
+        if word not in ("on", "off"):
+            raise UsageError("Thinking is on or off: /thinking on, /thinking off.")
+        self.conversation.thinking = word == "on"
 
     def _reset(self, _: str) -> None:
         self.conversation.messages.clear()

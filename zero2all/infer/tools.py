@@ -63,7 +63,7 @@ def read_answer(answer: str, is_whole: bool = True, begin: str = "", with_calls:
         body, mark, after = rest.partition(CALL_END)
         if not mark and not is_whole and len(rest) <= LONGEST_CALL:
             return Written(text + before.removesuffix("\n"), thought, tuple(calls), refused)
-        if (call := call_of(body) if mark and len(body) <= LONGEST_CALL else None) is not None:
+        if (call := _call_in(body) if mark and len(body) <= LONGEST_CALL else None) is not None:
             calls.append(call)
             text, answer = text + before.removesuffix("\n"), after
         else:
@@ -76,13 +76,16 @@ def _settled(text: str, mark: str, is_whole: bool) -> str:
     return text if is_whole else text[: len(text) - possible_beginning(text, (mark, f"\n{mark}"))]
 
 
-def call_of(text: str) -> Mapping[str, Any] | None:
-    """The call that a JSON text is; None where it is none."""
+def _call_in(text: str) -> Mapping[str, Any] | None:
     try:
         value = jsonio.loads_strict(text.encode("utf-8", "replace"))
-    except ValueError:
+        return call_of(value["name"], value["arguments"])
+    except (ValueError, TypeError, KeyError):
         return None
-    name, arguments = (value.get("name"), value.get("arguments")) if isinstance(value, dict) else (None, None)
+
+
+def call_of(name: Any, arguments: Any) -> Mapping[str, Any] | None:
+    """A call; None where these are no name or no arguments."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -91,30 +94,28 @@ def call_of(text: str) -> Mapping[str, Any] | None:
 # ---- the calculator -------------------------------------------------------------------------------------------
 
 
-MOST_CHARACTERS = MOST_DIGITS = 1000
+MOST_DIGITS = 1000
+"""Of the expression, and of every number on the way."""
 MOST_BITS = MOST_DIGITS * 3322 // 1000
 MOST_DEPTH = 50
 SHOWN_DIGITS = 30
 """A fraction with more is shown rounded."""
-LEVELS = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 4}
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
+OPERATORS: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
+    **{"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)},
+    "^": (4, operator.pow),
+}
+"""With how strongly each binds; a sign before a number binds with 3."""
 SIGNS = str.maketrans("×÷−＋－＊／（）", "*/-+-*/()")
-TOKEN = re.compile(r"\s*([0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,])|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\*\*|[-+*/^()])")
+TOKEN = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?(?![0-9,])|[0-9]*\.?[0-9]+|\*\*|\S")
 
 
 def calculate(expression: str) -> str:
     """The value of an expression, exactly: a whole number, a decimal one, or a fraction with its rounded value.
     ValueError where it is none, or beyond the limits."""
-    written = expression.translate(SIGNS).strip().removesuffix("=").rstrip()
-    if len(written) > MOST_CHARACTERS:
-        raise ValueError(f"the expression has more than {MOST_CHARACTERS} characters")
-    tokens, place = [], 0
-    while place < len(written):
-        if (found := TOKEN.match(written, place)) is None:
-            raise ValueError(f"{written[place:].lstrip()[:10]!r} is no number, no + - * / ^ and no parenthesis")
-        tokens.append(found[1].replace(",", "").replace("**", "^"))
-        place = found.end()
-    tokens.reverse()
+    written = expression.translate(SIGNS).strip().removesuffix("=")
+    if len(written) > MOST_DIGITS:
+        raise ValueError(f"the expression has more than {MOST_DIGITS} characters")
+    tokens = [token.replace(",", "") or "," for token in TOKEN.findall(written.replace("**", "^"))][::-1]
     value = _read(tokens, 1, 0)
     if tokens:
         raise ValueError(f"{tokens[-1]!r} stands where an operator is expected")
@@ -136,43 +137,35 @@ def _read(tokens: list[str], level: int, depth: int) -> Fraction:
         value = _read(tokens, 1, depth + 1)
         if not tokens or tokens.pop() != ")":
             raise ValueError("a parenthesis is not closed")
-    elif token[-1].isdigit():
+    elif token[-1] in "0123456789":
         value = Fraction(token)
     else:
         raise ValueError(f"a number is expected before {token}")
-    while tokens and LEVELS.get(tokens[-1], 0) >= level:
+    while tokens and tokens[-1] in OPERATORS and OPERATORS[tokens[-1]][0] >= level:
         sign = tokens.pop()
-        other = _read(tokens, LEVELS[sign] + (sign != "^"), depth + 1)  # powers are read from the right
-        value = _combined(value, sign, other)
+        binds, calculated = OPERATORS[sign]
+        other = _read(tokens, binds + (sign != "^"), depth + 1)  # powers are read from the right
+        if sign == "^" and (other.denominator != 1 or _bits(value) * abs(other) > MOST_BITS):
+            raise ValueError(f"an exponent is no whole number, or the power has more than {MOST_DIGITS} digits")
+        try:
+            value = calculated(value, other)
+        except ZeroDivisionError:
+            raise ValueError("division by zero") from None
+        if _bits(value) > MOST_BITS:
+            raise ValueError(f"a number has more than {MOST_DIGITS} digits")
     return value
-
-
-def _combined(value: Fraction, sign: str, other: Fraction) -> Fraction:
-    if (sign == "/" and not other) or (sign == "^" and not value and other < 0):
-        raise ValueError("division by zero")
-    if sign == "^" and other.denominator != 1:
-        raise ValueError("an exponent must be a whole number")
-    if sign != "^" or _bits(value) * abs(other) <= MOST_BITS:
-        value = OPERATORS[sign](value, other)
-        if _bits(value) <= MOST_BITS:
-            return value
-    raise ValueError(f"a number has more than {MOST_DIGITS} digits")
 
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-# ---- tools ----------------------------------------------------------------------------------------------------
-
-
 class Tool(NamedTuple):
-    """A function that an assistant may call."""
+    """A function that an assistant may call: as OpenAI's API describes it, and what does it. A TypeError or ValueError
+    says what is wrong with the arguments."""
 
     spec: Mapping[str, Any]
-    """As OpenAI's API and templates describe it."""
     run: Callable[..., str]
-    """Called with the arguments by name; a TypeError or ValueError says what is wrong with them."""
 
 
 CALCULATOR = {
@@ -186,9 +179,7 @@ TOOLS = {"calculator": Tool({"type": "function", "function": CALCULATOR}, calcul
 def run_call(call: Mapping[str, Any], tools: Mapping[str, Tool]) -> str:
     """What the tool answers. What is wrong with the call is an answer, too, from which the model may go on."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    if name not in tools:
-        return f"error: there is no function {name[:80]}; there is {', '.join(tools)}"
     try:
-        return tools[name].run(**arguments)
+        return tools[name].run(**arguments) if name in tools else f"error: there is no function {name[:80]}"
     except (TypeError, ValueError, AttributeError) as error:
         return f"error: {error}"

@@ -13,9 +13,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from zero2all.common import jsonio
 from zero2all.infer.job import ChosenToken
 from zero2all.infer.service import Service, ServiceEndedError, Ticket
 from zero2all.infer.text import Piece
+from zero2all.infer.tools import Written
 from zero2all.serve.wire import Call
 from zero2all.tokenizer.load import Tokenizer
 
@@ -35,6 +37,7 @@ class Answer:
         self.created = int(time.time())
         self._ends: dict[int, Piece] = {}
         self._begun: set[int] = set()
+        self._written: dict[int, tuple[str, Written]] = {}  # of each choice of a chat
 
     def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
         """The answer in one object; `pieces` has everything of each choice."""
@@ -152,13 +155,35 @@ class ChatAnswer(Answer):
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """A message."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        delta, piece = self._grown(index, piece)
+        for call in delta.get("tool_calls", ()):
+            del call["index"]  # which only streams have
+            delta["content"] = delta["content"] or None
+        message = {"role": "assistant", **delta, "refusal": None}
         return {"index": index, "message": message, **self._rest(index, piece)}
 
     def part(self, index: int, piece: Piece) -> dict[str, Any]:
         """What the message grows by; the first part names the role."""
         role = {} if index in self._begun else {"role": "assistant"}
-        return {"index": index, "delta": {**role, "content": piece.text}, **self._rest(index, piece)}
+        delta, piece = self._grown(index, piece)
+        return {"index": index, "delta": {**role, **delta}, **self._rest(index, piece)}
+
+    def _grown(self, index: int, piece: Piece) -> tuple[dict[str, Any], Piece]:
+        """What the parts of the message grow by, calls whole, and the piece with the reason for which it ends."""
+        prompt = self.call.prompt
+        assert prompt is not None, "a chat has one"
+        answer, before = self._written.get(index) or ("", prompt.read("", True))
+        answer += piece.text
+        now = prompt.read(answer, piece.finish is not None)
+        self._written[index] = answer, now
+        delta: dict[str, Any] = {"content": now.text[len(before.text) :]}
+        if thought := now.thought[len(before.thought) :]:
+            delta["reasoning_content"] = thought
+        if len(now.calls) > len(before.calls):
+            calls = list(enumerate(now.calls))[len(before.calls) :]
+            delta["tool_calls"] = [{"index": place, **_with_id(call)} for place, call in calls]
+        is_call = now.calls and piece.finish == "stop"
+        return delta, dataclasses.replace(piece, finish="tool_calls") if is_call else piece
 
     def _rest(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = None
@@ -173,6 +198,13 @@ class ChatAnswer(Answer):
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self.bytes_of(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def _with_id(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as clients get it: they answer by its id."""
+    arguments = jsonio.dumps_line(call["function"]["arguments"]).decode().rstrip()
+    function = {"name": call["function"]["name"], "arguments": arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 # What the engine writes for one HTTP request: from the engine's thread into the event loop.

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from zero2all.common.errors import UserError
 from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
-from zero2all.infer.chat import choose
+from zero2all.infer.chat import chat_prompt, choose
 from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.service import Service
+from zero2all.infer.tools import TOOLS
 from zero2all.serve.wire import RefusedError
+from zero2all.tokenizer.chat import Message
 
 LOADING, READY, DRAINING = "loading", "ready", "draining"
 
@@ -125,11 +128,17 @@ def _facts(loaded: LoadedModel) -> dict[str, Any]:
     weight = loaded.model.embedding.weight
     sampling = dataclasses.asdict(Sampling(CHAT_TEMPERATURE)) | {"max_tokens": CHAT_NEW_TOKENS}
     del sampling["seed"]  # the page takes another one for each answer
+    tools = [tool.spec for tool in TOOLS.values()]
+    try:
+        chat_prompt(loaded, [Message("user", "?")], tools=tools)
+    except UserError:  # it has not learned to call functions
+        tools = []
     return {
         "parameters": loaded.parameters,
         "step": loaded.step,
         "tokens": loaded.tokens,
         "chat": choose(loaded).how,
+        "tools": tools,
         "dtype": str(weight.dtype).removeprefix("torch."),
         "device": str(weight.device),
         "sampling": sampling,

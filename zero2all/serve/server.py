@@ -35,6 +35,7 @@ from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.service import ServiceEndedError
 from zero2all.infer.text import Piece
+from zero2all.infer.tools import TOOLS, call_of, run_call
 from zero2all.serve.answers import Answer, Bell, ChatAnswer, CompletionAnswer, Generations, by_choice
 from zero2all.serve.model import READY, ServedModel, ending
 from zero2all.serve.wire import Call, RefusedError, chat_call, completion_call
@@ -174,6 +175,7 @@ def make_app(
         Route("/v1/stats", api.stats),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/tools/{name}", api.tool, methods=["POST"]),
         *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
     door = GuardedService("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
@@ -209,6 +211,13 @@ class _ModelApi:
     async def model_of_name(self, request: Request) -> Response:
         self.model.require_name(request.path_params["name"])
         return _json(self.model.facts())
+
+    async def tool(self, request: Request) -> Response:
+        """A function of ours, for the page: the body has its arguments."""
+        call = call_of(request.path_params["name"], parsed(await read_body(request)))
+        if call is None:
+            raise RefusedError(400, "The arguments of a function have to be a JSON object.")
+        return _json({"content": run_call(call, TOOLS)})
 
     async def completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, completion_call, CompletionAnswer)

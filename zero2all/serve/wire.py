@@ -1,24 +1,28 @@
 """Request bodies -> what is asked of the engine.
 
 OpenAI's fields and defaults. Others beside them: top_k, min_p and repetition_penalty; in chats also `frame`, how the
-messages become a prompt (infer/chat.py), `continue_final_message`: the last message is the beginning of the answer, and
-`truncation`: `auto` leaves out the oldest turns where the model has no room for them, as `z2a chat` does.
+messages become a prompt (infer/chat.py), `continue_final_message`: the last message is the beginning of the answer,
+`truncation`: `auto` leaves out the oldest turns where the model has no room for them, as `z2a chat` does, and
+`chat_template_kwargs`: whether the model thinks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero2all.common import jsonio
 from zero2all.common.schema import MISSING, Problem, nearest_hint
-from zero2all.infer.chat import FRAMES, chat_prompt
+from zero2all.infer.chat import FRAMES, ChatPrompt, chat_prompt
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest
+from zero2all.infer.tools import THINK, THINK_END, call_of
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Message
 
 # The fields of a request body: their types and bounds. All problems of a body are reported together.
@@ -100,6 +104,25 @@ def stream_options(value: Any) -> tuple[bool, bool]:
     return flag(value.get("include_usage", False)), flag(value.get("continuous_usage_stats", False))
 
 
+def template_options(value: Any) -> bool | None:
+    """Whether the model thinks; None: as its template has it."""
+    if not isinstance(value, dict) or set(value) - {"enable_thinking"}:
+        raise ValueError('an object such as {"enable_thinking": false}')
+    return flag(value["enable_thinking"]) if value else None
+
+
+def functions(value: Any) -> list[dict[str, Any]]:
+    """Functions that the model may call."""
+    for index, each in enumerate(value if isinstance(value, list) else [None]):
+        match each:
+            case {"type": "function", "function": {"name": str(name), **more}} if re.fullmatch(r"[\w-]{1,64}", name):
+                if isinstance(more.get("parameters", {}), dict):
+                    continue
+        usual = '{"type": "function", "function": {"name": "add", "parameters": {}}}'
+        raise ValueError(f"functions such as {usual}; tools[{index}] is none")
+    return list(value)
+
+
 def prompts(value: Any) -> list[str | list[int]]:
     """The prompts: one text or one list of ids, or a list of either."""
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
@@ -144,7 +167,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "audio": (),
@@ -236,6 +259,8 @@ class Call:
     """For each choice, what stands before what was written."""
     dropped_messages: int = 0
     """The oldest messages, which the model had no room for."""
+    prompt: ChatPrompt | None = None
+    """Of a chat: it knows how answers are read."""
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -254,6 +279,9 @@ CHAT_FIELDS = {
     "frame": one_of(*FRAMES),
     "continue_final_message": flag,
     "truncation": one_of("auto", "disabled"),
+    "tools": functions,
+    "tool_choice": one_of("auto", "none"),
+    "chat_template_kwargs": template_options,
 }
 
 
@@ -284,20 +312,24 @@ def chat_call(body: Any, loaded: LoadedModel, max_len: int) -> Call:
     messages: list[Message] = fields["messages"]
     begun = _taken_beginning(messages) if fields.get("continue_final_message") else ""
     begun_ids, limit = loaded.tokenizer.encode_text(begun), next(iter(limits.values()), None)
-    frame, dropped = fields.get("frame", "auto"), 0
+    frame, dropped, thinking = fields.get("frame", "auto"), 0, fields.get("chat_template_kwargs")
+    tools = fields.get("tools", []) if fields.get("tool_choice") != "none" else []
     if fields.get("truncation") == "auto":
         told = "\n".join(each.text for each in messages if each.role == "system")
         said = [each for each in messages if each.role != "system"]
-        fitted = Conversation(loaded, max_len - len(begun_ids), frame, told, said).fitted(limit or max_len)
+        conversation = Conversation(loaded, max_len - len(begun_ids), frame, told, said, tools, thinking)
+        fitted = conversation.fitted(limit or max_len)
         prompt, dropped = fitted.prompt, fitted.dropped
     else:
-        prompt = chat_prompt(loaded, messages, frame)
+        prompt = chat_prompt(loaded, messages, frame, tools, thinking)
+    if prompt.begun is not None:
+        prompt = dataclasses.replace(prompt, begun=prompt.begun + begun)
     given = prompt.prompt
     given = given + begun if isinstance(given, str) else [*given, *begun_ids]
     stop = tuple(dict.fromkeys((*fields.get("stop", ()), *prompt.stop)))
     logprobs = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     request = TextRequest(given, limit, stop=stop, heal=prompt.heal, logprobs=logprobs, end_ids=prompt.end_ids)
-    return dataclasses.replace(_call(fields, [request], []), dropped_messages=dropped)
+    return dataclasses.replace(_call(fields, [request], []), dropped_messages=dropped, prompt=prompt)
 
 
 def _taken_beginning(messages: list[Message]) -> str:
@@ -308,7 +340,11 @@ def _taken_beginning(messages: list[Message]) -> str:
             f"continue_final_message goes on with a last message of the role {LEARNED_ROLE}; the last is of another.",
             "continue_final_message",
         )
-    return messages.pop().text
+    last = messages.pop()
+    if last.calls:
+        raise RefusedError(400, "An answer that calls functions is complete: nothing continues it.", "messages")
+    thought = f"{THINK}\n{last.thought}" + f"\n{THINK_END}\n\n" * bool(last.text) if last.thought else ""
+    return thought + last.text
 
 
 def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[str]) -> Call:
@@ -352,16 +388,35 @@ def _spelled(prompt: str | list[int], loaded: LoadedModel) -> str:
         raise RefusedError(400, f"prompt: {error}.", "prompt") from None
 
 
+BESIDE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
+"""What messages of a role may have beside role and content."""
+
+
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, dict):
         raise ValueError(f'messages such as {{"role": "user", "content": "Hello"}}; {place} is none')
-    beyond = [name for name, given in value.items() if name not in ("role", "content") and given not in (None, [], "")]
-    if beyond:
-        raise ValueError(f"messages of role and content; {place} has `{beyond[0][:40]}`, which cannot be shown to it")
     role = "system" if value.get("role") == "developer" else value.get("role")
     if role not in ROLES:
         raise ValueError(f"roles among {', '.join(ROLES)}; {place} has another")
-    return Message(role, _content(value.get("content"), place))
+    known = ("role", "content", *BESIDE.get(role, ()))
+    beyond = [name for name, given in value.items() if name not in known and given not in (None, [], "")]
+    if beyond:
+        raise ValueError(f"messages of role and content; {place} has `{beyond[0][:40]}`, which cannot be shown to it")
+    calls = value.get("tool_calls") or []
+    calls = tuple(_function_call(each, place) for each in (calls if isinstance(calls, list) else [calls]))
+    content = "" if value.get("content") is None and calls else _content(value.get("content"), place)
+    return Message(role, content, _content(value.get("reasoning_content") or "", place), calls)
+
+
+def _function_call(value: Any, place: str) -> Mapping[str, Any]:
+    """A call that the assistant made."""
+    try:
+        call = call_of(value["function"]["name"], jsonio.loads_strict(value["function"]["arguments"].encode()))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        call = None
+    if call is None:
+        raise ValueError(f"calls with a name and with arguments as the text of a JSON object; {place} has another")
+    return call
 
 
 def _content(value: Any, place: str) -> str:

@@ -16,6 +16,8 @@ export class Answer {
 	constructor(prompt = null) {
 		this.prompt = prompt; // the text it continues, where that is known
 		this.text = '';
+		this.thought = '';
+		this.calls = [];
 		this.clusters = null; // where probabilities were asked for
 		this.state = 'waiting'; // writing, then stop, length, stopped or failed
 		this.failure = null; // {key, values} of the words for what went wrong
@@ -45,6 +47,7 @@ export class Answer {
 		const body = { model: model.id, ...content, temperature, top_k, top_p, min_p, repetition_penalty, max_tokens, seed: this.seed };
 		Object.assign(body, { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } });
 		if (content.messages) body.truncation = 'auto';
+		if (content.messages && state.settings.tools && model.z2a?.tools?.length) body.tools = model.z2a.tools;
 		if (stops(stop).length) body.stop = stops(stop);
 		if (state.probabilities) Object.assign(body, content.messages ? { logprobs: true, top_logprobs: ALTERNATIVES } : { logprobs: ALTERNATIVES });
 		return body;
@@ -78,15 +81,18 @@ export class Answer {
 		this.dropped = dropped;
 		const [choice] = choices ?? [];
 		if (!choice) return;
-		const text = choice.delta?.content ?? choice.text ?? '';
+		const { content, reasoning_content: thought = '', tool_calls: calls = [] } = choice.delta ?? {};
+		const text = content ?? choice.text ?? '';
 		const tokens = readTokens(choice.logprobs);
 		this.clusters?.add(tokens);
-		if (text || tokens.length) {
+		if (text || thought || calls.length || tokens.length) {
 			this.last = performance.now();
 			this.first ??= { at: this.last, tokens: usage?.completion_tokens };
 			this.state = 'writing';
 		}
 		this.text += text;
+		this.thought += thought;
+		this.calls.push(...calls);
 		if (choice.finish_reason) this.state = choice.finish_reason;
 	}
 

@@ -30,11 +30,12 @@ async function ask(path, options) {
 }
 
 export const get = async (path) => (await ask(path, { cache: 'no-store' })).json();
+const posted = (body, signal) => ({ method: 'POST', body, headers: { 'Content-Type': 'application/json' }, signal });
+export const post = async (path, body) => (await ask(path, posted(body))).json();
 
 // The messages of a stream as they arrive, until its end is announced.
 export async function* stream(path, body, signal) {
-	const options = { method: 'POST', body: JSON.stringify(body), headers: { 'Content-Type': 'application/json' }, signal };
-	const reply = await ask(path, options);
+	const reply = await ask(path, posted(JSON.stringify(body), signal));
 	const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
 	let rest = '';
 	for (;;) {

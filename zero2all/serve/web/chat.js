@@ -1,9 +1,10 @@
 // Chat: messages and answers.
 
 import { Answer } from './answer.js';
+import { post } from './api.js';
 import { byId, h, later } from './dom.js';
 import { readoutLine, showReadout } from './readout.js';
-import { copy, saveJson, saveMarkdown } from './save.js';
+import { asCode, copy, saveJson, saveMarkdown } from './save.js';
 import { change, state } from './state.js';
 import * as store from './store.js';
 import { TokenText } from './tokentext.js';
@@ -17,6 +18,8 @@ function prose(text) {
 
 // Enter while an input method is choosing characters belongs to it.
 const isEnter = (event) => event.key === 'Enter' && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+
+const MOST_TURNS = 8; // of one answer: each but the last calls functions
 
 export class Chat {
 	constructor(panel, onHistory) {
@@ -85,8 +88,7 @@ export class Chat {
 	undo() {
 		this.stop();
 		const { messages } = this.conversation;
-		if (messages.at(-1)?.role === 'assistant') messages.pop();
-		const last = messages.pop();
+		const [last] = messages.splice(messages.findLastIndex(({ role }) => role === 'user'));
 		if (last && !this.box.value.trim()) this.box.value = this.conversation.draft = last.content;
 		this.answer = null;
 		this.keep();
@@ -103,7 +105,7 @@ export class Chat {
 		const taken = { ...cluster, text, tokens: [{ ...alternative, alternatives: cluster.tokens[0].alternatives }] };
 		const kept = [...seen.slice(0, place), { ...seen[place], text, cluster: taken }].filter((each) => each.text);
 		messages.splice(messages.indexOf(message));
-		this.ask({ text: kept.map((each) => each.text).join(''), seen: kept }, message);
+		this.ask({ text: kept.map((each) => each.text).join(''), seen: kept, thought: message.reasoning_content }, message);
 	}
 
 	// Those of the beginning that was given, and those written after it; null without probabilities.
@@ -140,16 +142,16 @@ export class Chat {
 		this.editing = null;
 		const { system } = state.settings;
 		// A message that got no answer is not sent again, as in the terminal.
-		const isUnanswered = (next) => next?.role === 'assistant' && !next.content;
-		const said = conversation.messages.filter(({ content }, place, all) => content && !isUnanswered(all[place + 1])).map(({ role, content }) => ({ role, content }));
+		const isEmpty = ({ role, content, tool_calls: calls }) => role !== 'tool' && !content && !calls;
+		const said = conversation.messages.filter((message, place, all) => !isEmpty(message) && !(all[place + 1] && isEmpty(all[place + 1]))).map(store.said);
 		const messages = [...(system.trim() ? [{ role: 'system', content: system }] : []), ...said];
 		const content = { messages };
 		if (begun?.text) {
-			messages.push({ role: 'assistant', content: begun.text });
+			messages.push({ role: 'assistant', content: begun.text, reasoning_content: begun.thought });
 			content.continue_final_message = true;
 		}
 		const answer = (this.answer = new Answer());
-		const message = { role: 'assistant', content: begun?.text ?? '', seed: answer.seed, answer, begun, replaced };
+		const message = { role: 'assistant', content: begun?.text ?? '', reasoning_content: begun?.thought, seed: answer.seed, answer, begun, replaced };
 		conversation.messages.push(message);
 		conversation.time = Date.now();
 		this.keep();
@@ -158,12 +160,29 @@ export class Chat {
 		this.toEnd();
 		await answer.write(this.model, content, () => {
 			message.content = (begun?.text ?? '') + answer.text;
+			message.reasoning_content = (begun?.thought ?? '') + answer.thought || undefined;
+			if (answer.calls.length) message.tool_calls = answer.calls;
 			message.dropped = answer.dropped;
 			message.finish = answer.isOver ? answer.state : undefined;
 			this.drawSoon();
 		});
 		if (conversation === this.conversation) this.keep();
 		else store.keep(conversation);
+		if (answer.state === 'tool_calls' && answer === this.answer) await this.call(message);
+	}
+
+	// What the functions answer; then the model goes on.
+	async call({ tool_calls: calls, answer }) {
+		const { messages } = this.conversation;
+		const results = await Promise.all(calls.map(async ({ id, function: { name, arguments: given } }) => {
+			const { content } = await post(`v1/tools/${encodeURIComponent(name)}`, given).catch((error) => ({ content: `error: ${error.message}` }));
+			return { role: 'tool', tool_call_id: id, content };
+		}));
+		if (answer !== this.answer) return; // meanwhile the person did something else
+		messages.push(...results);
+		const turns = messages.slice(messages.findLastIndex(({ role }) => role === 'user')).filter(({ tool_calls: made }) => made).length;
+		if (turns < MOST_TURNS) await this.ask();
+		else this.draw();
 	}
 
 	// ---- what is seen ----
@@ -233,11 +252,12 @@ export class Chat {
 		message.body = h('div', { class: 'body' });
 		message.spans = null;
 		const tools = [tool('copy', () => copy(message.content)), isUser && tool('edit', () => this.beginEdit(place))];
-		const item = h('article', { class: `message ${message.role}`, 'aria-busy': message.answer && !message.answer.isOver ? 'true' : null },
-			h('header', {}, h('b', {}, isUser ? t('you') : (this.model?.id ?? '…')), h('span', { class: 'message-tools' }, tools)));
+		const item = h('article', { class: `message ${message.role === 'tool' ? 'result' : message.role}`, 'aria-busy': message.answer && !message.answer.isOver ? 'true' : null },
+			h('header', {}, h('b', {}, { user: t('you'), tool: t('result') }[message.role] ?? this.model?.id ?? '…'), h('span', { class: 'message-tools' }, tools)));
 		if (place === this.editing?.place) item.append(this.editor());
 		else {
-			item.append(message.body);
+			message.aside = h('div');
+			item.append(message.aside, message.body, ...(message.tool_calls ?? []).map((call) => h('div', { class: 'call code' }, asCode(call))));
 			this.drawBody(message);
 			if (message.dropped) item.append(h('p', { class: 'hint' }, t('dropped', { count: message.dropped })));
 			const { error, isTooLong } = message.answer ?? {};
@@ -247,7 +267,9 @@ export class Chat {
 	}
 
 	drawBody(message) {
-		const { body, answer } = message;
+		const { body, answer, aside, reasoning_content: thought } = message;
+		if (thought && !aside.firstChild) aside.append(h('details', { class: 'thought', open: true }, h('summary', {}, t('thought')), h('div', { class: 'prose' })));
+		if (thought) aside.querySelector('.prose').textContent = thought;
 		const seen = state.probabilities ? this.tokensOf(message) : null;
 		if (seen) {
 			if (!message.spans) body.replaceChildren();

@@ -43,7 +43,7 @@ async function look() {
 			const { data } = await get('v1/models');
 			model = chat.model = text.model = data[0];
 			takeUsual(model.z2a?.sampling);
-			drawSettings();
+			drawSettings(model);
 			document.title = `${model.id} · ${t('title')}`;
 			drawBar();
 			drawView();
@@ -116,7 +116,7 @@ function drawAll() {
 	document.querySelector('.skip').textContent = t('skip');
 	drawBar();
 	drawFacts();
-	drawSettings();
+	drawSettings(model);
 	drawHistory(chat);
 	drawView();
 }

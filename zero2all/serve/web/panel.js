@@ -55,7 +55,7 @@ export class Panel {
 			token.text === null ? h('p', { class: 'hint' }, t('bytes', { hex: hex(token.bytes) })) : null,
 			h('ol', {}, rows.map((each) => this.row(each, label(each) === label(token), i === 0 && accepts(each) ? take : null)),
 				h('li', { class: 'rest' }, this.bar(t('others'), rest))),
-			i === all.length - 1 ? h('p', { class: 'hint' }, t('plain')) : null);
+			i === all.length - 1 ? h('p', { class: 'hint' }, t('asGiven')) : null);
 	}
 
 	row(each, isChosen, take) {

@@ -2,6 +2,7 @@
 
 import { announce, h } from './dom.js';
 import { allSettings } from './state.js';
+import { said } from './store.js';
 import { t } from './words.js';
 
 export async function copy(text) {
@@ -36,15 +37,17 @@ const stamp = () => new Date().toISOString().slice(0, 19).replaceAll(':', '-');
 const named = ({ text, bytes, logprob }) => ({ token: text, bytes, logprob });
 const tokensOf = ({ clusters }) => clusters?.all.flatMap(({ tokens }) => tokens).map((token) => ({ ...named(token), top_logprobs: token.alternatives.map(named) }));
 
+export const asCode = ({ function: { name, arguments: given } }) => `${name}(${given})`;
+
 // `messages` of a chat; the last of them may know its tokens.
 export function saveJson(model, messages) {
-	const plain = messages.map(({ role, content, seed, finish, answer }) => ({ role, content, seed, finish_reason: finish, logprobs: answer && tokensOf(answer) }));
+	const plain = messages.map(({ seed, finish, answer, ...message }) => ({ ...said(message), seed, finish_reason: finish, logprobs: answer && tokensOf(answer) }));
 	saveFile(`chat-${stamp()}.json`, 'application/json', JSON.stringify({ model, settings: allSettings(), messages: plain }, null, '\t'));
 }
 
 export function saveMarkdown(model, messages) {
-	const name = ({ role }) => (role === 'user' ? t('you') : model.id);
-	saveFile(`chat-${stamp()}.md`, 'text/markdown', messages.map((each) => `**${name(each)}**\n\n${each.content}\n`).join('\n'));
+	const name = ({ role }) => ({ user: t('you'), tool: t('result') }[role] ?? model.id);
+	saveFile(`chat-${stamp()}.md`, 'text/markdown', messages.map((each) => `**${name(each)}**\n\n${[each.content, ...(each.tool_calls ?? []).map(asCode)].filter(Boolean).join('\n\n')}\n`).join('\n'));
 }
 
 export const saveText = (text) => saveFile(`text-${stamp()}.md`, 'text/markdown', text);

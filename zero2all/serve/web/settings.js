@@ -39,14 +39,18 @@ function row(name, words, inputs, isWide) {
 	return h('div', { class: `setting${isWide ? ' wide' : ''}` }, h('label', { for: `set-${name}`, title: t(`${name}Why`) }, words), ask, input, why, rest);
 }
 
-export function drawSettings() {
+// Functions that the model may call, where it knows how.
+const toolsInput = () => [h('input', { type: 'checkbox', id: 'set-tools', checked: state.settings.tools, 'aria-describedby': 'why-tools', onchange: (event) => changeSetting('tools', event.target.checked) })];
+
+export function drawSettings(model) {
 	const root = byId('settings');
 	root.ariaLabel = t('settings');
 	root.replaceChildren(
-		h('header', {}, h('h2', {}, t('settings')), tool('defaults', () => { usualSettings(); drawSettings(); })),
+		h('header', {}, h('h2', {}, t('settings')), tool('defaults', () => { usualSettings(); drawSettings(model); })),
 		...Object.entries(SAMPLING).map(([name, range]) => row(name, t(name), numberInput(name, range), false)),
 		row('stop', t('stopName'), textInput('stop', 2), true),
-		row('system', t('system'), textInput('system', 3), true));
+		row('system', t('system'), textInput('system', 3), true),
+		...(model?.z2a?.tools?.length ? [row('tools', t('tools'), toolsInput(), false)] : []));
 	markDefaults();
 }
 

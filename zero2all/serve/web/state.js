@@ -10,7 +10,7 @@ export const SAMPLING = {
 	seed: { min: 0, max: 2147483647, step: 1 },
 };
 // Seed '': another one for each answer. The rest is what the server says, which is what the terminal takes.
-const USUAL = { seed: '', stop: '', system: '' };
+const USUAL = { seed: '', stop: '', system: '', tools: false };
 const settings = (...changed) => Object.assign(Object.create(USUAL), ...changed); // what was not changed is read from USUAL
 const DEFAULTS = {
 	mode: '', // chat or continue; '': what suits the model

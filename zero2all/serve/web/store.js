@@ -15,7 +15,8 @@ export const remove = (id) => localStorage.removeItem(PREFIX + id);
 export const create = () => ({ id: `${Date.now()}-${Math.random().toString(36).slice(2, 8)}`, time: Date.now(), messages: [], draft: '' });
 
 // What is kept of a message: not its tokens, which are many times as large as its text.
-const plain = ({ role, content, seed, finish, dropped }) => ({ role, content, seed, finish, dropped });
+export const said = ({ role, content, reasoning_content, tool_calls, tool_call_id }) => ({ role, content, reasoning_content, tool_calls, tool_call_id });
+const plain = (message) => ({ ...said(message), seed: message.seed, finish: message.finish, dropped: message.dropped });
 
 // Whether it could be kept; the oldest make room.
 export function keep(conversation) {

@@ -34,6 +34,8 @@ const WORDS = {
 	send: ['Send', '发送'],
 	stopIt: ['Stop', '停止'],
 	you: ['You', '你'],
+	result: ['Result', '函数结果'],
+	thought: ['Thought', '思考过程'],
 	regenerate: ['Regenerate', '重新生成'],
 	previous: ['Previous answer', '恢复上一个回答'],
 	undo: ['Undo the last turn', '撤回上一轮'],
@@ -69,6 +71,7 @@ const WORDS = {
 	again: ['Try again', '换一个'],
 
 	stop: ['ended by itself', '自然结束'],
+	tool_calls: ['called a function', '调用了函数'],
 	length: ['length limit reached', '达到长度上限'],
 	stopped: ['stopped by you', '已手动停止'],
 	cancelled: ['ended by the server', '被服务器终止'],
@@ -99,6 +102,8 @@ const WORDS = {
 	stopName: ['Stop strings', '停止字符串'],
 	system: ['System message', '系统提示'],
 	systemWhy: ['Set before the conversation: how the model should behave. Chat only.', '放在对话之前，规定模型的行为；仅用于对话。'],
+	tools: ['Calculator', '计算器'],
+	toolsWhy: ['The model may calculate with it; this page gives it the result.', '模型可以调用它，本页会把结果交给模型。'],
 	why: ['What is “{name}”?', '“{name}”是什么？'],
 	between: ['From {min} to {max}.', '取值 {min} 到 {max}。'],
 
@@ -111,7 +116,7 @@ const WORDS = {
 	others: ['all others', '其余全部'],
 	takeIt: ['Go on with {name} instead', '改用 {name} 继续'],
 	notText: ['Not whole characters, so the text cannot go on from it', '不是完整字符，无法从此处续写'],
-	plain: ['As the model gives them, before temperature and the other settings.', '模型给出的原始概率，未经温度等设置处理。'],
+	asGiven: ['As the model gives them, before temperature and the other settings.', '模型给出的原始概率，未经温度等设置处理。'],
 
 	unreachable: ['The server cannot be reached. Is it still running?', '无法连接服务器，它还在运行吗？'],
 	cut: ['The connection broke before the end; what had arrived is kept.', '连接中途断开，已收到的内容已保留。'],
