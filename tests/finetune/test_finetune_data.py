@@ -97,7 +97,7 @@ def test_a_template_that_drops_messages_is_named_with_the_record(trained_workspa
     shutil.copytree(trained_workspace.tokenizer, tokenizer)
     (tokenizer / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     path = lines(tmp_path / "chats.jsonl", [row(1)])
-    with pytest.raises(BadInputError, match=r"no conversation to learn from .* template 1"):
+    with pytest.raises(BadInputError, match=r"nothing to learn from .* template 1"):
         pack_conversations([path], tokenizer, tmp_path / "out", DataOptions(64))
     [named] = [json.loads(line) for line in (tmp_path / "out/left_out.jsonl").read_text().splitlines()]
     assert (named["file"], named["place"], named["reason"]) == ("chats.jsonl", "byte 0", "template")

@@ -24,13 +24,6 @@ from zero2all.train.run_data import open_run_data
 
 
 @pytest.fixture
-def work(trained_workspace, tmp_path):
-    root = tmp_path / "work"
-    shutil.copytree(trained_workspace.root, root)
-    return Workspace(root)
-
-
-@pytest.fixture
 def chats(tmp_path):
     talks = [row(n)["messages"] * (1 + n % 2) for n in range(60)]
     return lines(tmp_path / "chats.jsonl", [{"messages": talk} for talk in talks])
