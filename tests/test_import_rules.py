@@ -63,7 +63,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
-    "finetune": ("corpus", "packed", "tokenizer", "model.lora", "infer.load", "train", "exchange", "config"),
+    "finetune": (
+        *("corpus", "packed", "tokenizer", "model.lora", "infer.load", "train", "exchange", "config"),
+        "resilience.heartbeat",
+    ),
     # on top of everything
     "predict": (*STAGES, "ops", "parallel", "estimate"),
     "measure": (*STAGES, "ops", "parallel", "estimate", "predict"),

@@ -26,13 +26,6 @@ MATRICES = ("q.weight", "k.weight", "v.weight", "out.weight", "gate_up_pairs.wei
 
 
 @pytest.fixture
-def work(trained_workspace, tmp_path):
-    root = tmp_path / "work"
-    shutil.copytree(trained_workspace.root, root)
-    return Workspace(root)
-
-
-@pytest.fixture
 def chats(tmp_path):
     talks = [row(n)["messages"] * (1 + n % 2) for n in range(60)]
     return lines(tmp_path / "chats.jsonl", [{"messages": talk} for talk in talks])

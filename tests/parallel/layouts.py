@@ -31,6 +31,7 @@ from zero2all.parallel.world import World
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.objective import Scored
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import StepResult
 from zero2all.train.train_step import StepPlan, train_step
@@ -136,6 +137,19 @@ def run_config(
     return replace(config, optim=optim, parallel=parallel or ParallelConfig())
 
 
+class Squares:
+    """An objective: the mean over rows of the square of a row's summed log-probability."""
+
+    metrics = ("rows", "squares")
+
+    def weights(self, scored: Scored) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = scored.sum_parts((scored.nats * scored.counts).double().sum(dim=1))
+        real = scored.sum_parts(scored.counts.double().sum(dim=1)) > 0
+        numbers = torch.stack((real.double().sum(), sums.square().sum()))
+        rows = scored.sum_rows(numbers[:1].clone())
+        return 2 * sums[:, None] * scored.counts / rows, numbers
+
+
 def make_state(world: World, config: RunConfig, seed: int = SEED) -> TrainState:
     """The state of a run before its first step, as `zero2all.train.build` builds it."""
     dtype = DTYPES[config.train.precision]
@@ -216,6 +230,7 @@ def course(
     qk_norm: bool = False,
     with_tensors: bool = True,
     lora: int | None = None,
+    objective: bool = False,
     **parallel: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
@@ -239,8 +254,8 @@ def course(
     figures, loads, sent = [], [], CollectiveBytes()
     for step in range(steps):
         with sent if step == steps - 1 and world.size > 1 else nullcontext():  # it slows down every operation
-            result = result_of(state, world, config, step, samples)
-            figures.append((result.loss, result.grad_norm))
+            result = result_of(state, world, config, step, samples, Squares() if objective else None)
+            figures.append((result.loss, result.grad_norm, *result.numbers))
             loads.append(None if result.expert_loads is None else result.expert_loads.tolist())
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
                 state.weights.wait()
@@ -310,11 +325,18 @@ def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tu
     return result.loss, result.grad_norm
 
 
-def result_of(state: TrainState, world: World, config: RunConfig, step: int, samples: int = SAMPLES) -> StepResult:
+def result_of(
+    state: TrainState,
+    world: World,
+    config: RunConfig,
+    step: int,
+    samples: int = SAMPLES,
+    objective: Squares | None = None,
+) -> StepResult:
     """One step."""
     rows = world.mesh.batch
     batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask, samples)
-    return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2)).result()
+    return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2, objective=objective)).result()
 
 
 def main() -> None:

@@ -22,7 +22,19 @@ from zero2all.train.optimizers.factory import cut_of
 from zero2all.train.step_stats import SCALARS
 
 STEPS = 2
-MODEL_FIELDS = ("optimizer", "tied", "lora", "model", "documents", "recompute", "z_loss", "micro", "dtype", "steps")
+MODEL_FIELDS = (
+    "optimizer",
+    "tied",
+    "lora",
+    "model",
+    "documents",
+    "recompute",
+    "z_loss",
+    "micro",
+    "dtype",
+    "steps",
+    "objective",
+)
 """What a case has in common with the run of one process; the rest spreads it."""
 BIASES = {"attention_bias": "all", "mlp_bias": True, "qk_norm": True, "init_qk_gain": 1.5}
 TWO, FIVE = {"layers": 2}, {"model": {"layers": 5}}
@@ -55,6 +67,13 @@ CASES = {
         "zero_bubble": {"pipeline": 2, "schedule": "zero_bubble", "recompute": "full", **FIVE},
         "gpipe, fewer passes than stages": {"pipeline": 2, "schedule": "gpipe", "micro": 8, **FIVE},
         "expert, ZeRO-1, recompute": {"zero": 1, "expert": 2, "recompute": "full", "model": MOE},
+        "objective": {"objective": True, "documents": True},
+        "objective, ZeRO-2": {"objective": True, "zero": 2},
+        "objective, ZeRO-3": {"objective": True, "zero": 3, "documents": True},
+        "objective, tensor": {"objective": True, "tensor": 2, "tied": True, "model": TWO},
+        "objective, uneven passes": {"objective": True, "pipeline": 2, "micro": 3, "documents": True, **FIVE},
+        "objective, gather": {"objective": True, **GATHER, "documents": True},
+        "objective, expert": {"objective": True, "zero": 1, "expert": 2, "model": MOE},
         "expert, ZeRO-2, muon": {"zero": 2, "expert": 2, "optimizer": "muon", "model": MOE},
         "LoRA, ZeRO-2, experts": {"zero": 2, "lora": 3, "model": MOE},
         "LoRA, ZeRO-3": {"zero": 3, "lora": 3, "model": {**BIASES, **TWO}},

@@ -6,24 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.parallel.layouts import Squares
 from tests.train.test_train_step import CHANNELS, NO_DROPOUT, VOCAB_SIZE, make_batch, make_state
 from zero2all.config import ConfigError, config_from_values
 from zero2all.parallel.world import World
 from zero2all.train.state import TrainState
 from zero2all.train.step_timer import StepTimer
 from zero2all.train.train_step import StepPlan, forward_backward, train_step
-
-
-class Squares:
-    """The mean over rows of the square of a row's summed log-probability."""
-
-    metrics = ("rows", "squares")
-
-    def weights(self, scored):
-        sums = scored.sum_parts((scored.nats * scored.counts).double().sum(dim=1))
-        numbers = torch.stack((torch.tensor(float(len(sums))).double(), sums.square().sum()))
-        rows = scored.sum_rows(numbers[:1].clone())
-        return 2 * sums[:, None] * scored.counts / rows, numbers
 
 
 class Mean:

@@ -52,7 +52,8 @@ MODULES = {
     **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
     **{"chaos": "train", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
-    **{"export": "exchange", "import": "exchange", "sft": "finetune", "perf": "perf", "doctor": "doctor"},
+    **{"export": "exchange", "import": "exchange", "sft": "finetune", "dpo": "finetune"},
+    **{"perf": "perf", "doctor": "doctor"},
 }
 """The first words of the command line, in the order of the help, and the file of each: only that one is imported."""
 REMOVED = {

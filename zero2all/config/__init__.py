@@ -352,9 +352,10 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
             found.extend(getattr(config, name).problems(name))
     if sound("stages"):
         found.extend(_stages_problems(config.stages))
-    if sound("data", "model") and config.data.seq_len > config.model.max_seq_len:
+    if sound("data", "model", "finetune"):
         limit = config.model.max_seq_len
-        found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
+        if config.data.seq_len > limit * (2 if config.finetune.method == "dpo" else 1):  # a row has two answers
+            found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
     if sound("finetune", "model", "optim", "parallel", "diloco") and config.finetune.lora.rank:
         found.extend(_lora_problems(config))
     if sound("finetune", "model", "train", "diloco"):

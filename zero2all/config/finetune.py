@@ -10,6 +10,8 @@ from zero2all.model.config import LoraConfig
 
 OBJECTIVES = ("dpo", "grpo", "distill")
 """Methods whose loss is not the mean loss of the tokens that count."""
+PAIRS = "pairs"
+"""What packed pairs of answers are called, as a source and as a channel."""
 
 
 @dataclass(frozen=True)

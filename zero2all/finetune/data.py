@@ -1,7 +1,7 @@
-"""Files of conversations -> a packed source with a loss mask, in a folder of its own.
+"""Files of conversations, or of pairs of answers -> a packed source with a loss mask, in a folder of its own.
 
     sft/<run>/
-        chat/{train,valid}/       the packed conversations, each with its best-fit rows
+        chat/{train,valid}/       the packed conversations (`pairs/` where they are pairs), each with its best-fit rows
         conversations.json        what was read: forms, counts, what was left out and why; written last
         left_out.jsonl            file, place, reason and detail of what was left out
 
@@ -10,6 +10,8 @@
 Files are read by the corpus's readers, whatever their format. Left out are rows that are damaged, no conversation (see
 `dialogues`), refused by the chat template, the same as one before, or longer than a row. What is held out is chosen by
 the text alone, so that it stays the same when data is added.
+
+Pair i is documents 2 i (chosen) and 2 i + 1 (rejected), which stand in one row; only its answers count in the loss.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,15 +33,26 @@ from zero2all.common.files import read_json, staged_folder, sweep_partials, writ
 from zero2all.common.manifest import fingerprint, is_current, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
+from zero2all.config.finetune import PAIRS
 from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
-from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, log_key, texts_of
+from zero2all.corpus.readers.chats import log_key
+from zero2all.finetune.dialogues import (
+    RowError,
+    Sample,
+    dialogue_of,
+    form_of,
+    log_dialogue,
+    pair_form,
+    pair_of,
+    texts_of,
+)
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.pieces import COUNTS, LENGTHS, TOKENS
 from zero2all.packed.shard_format import open_split, token_dtype
 from zero2all.packed.shard_writer import SHARD_TOKENS, PieceTokens, plan_shards, write_shard
 from zero2all.packed.writer import split_content, write_report, writing_to
-from zero2all.tokenizer.chat import Dialogue
+from zero2all.tokenizer.chat import LEARNED_ROLE, Dialogue
 from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.template import ChatPart, ChatTemplate, TemplateError, chat_of
 
@@ -57,7 +71,14 @@ class DataOptions:
 
     seq_len: int
     valid_share: float = 0.02
-    """Share of the conversations that is held out."""
+    """Share of the conversations that is held out; of pairs, of the prompts."""
+    pairs: bool = False
+    """Pairs of answers; each may take half of a row, with its prompt."""
+
+    @property
+    def source(self) -> str:
+        """The name of what is packed."""
+        return PAIRS if self.pairs else SOURCE
 
 
 @dataclass
@@ -81,7 +102,9 @@ def pack_conversations(
     inputs = inputs_of(paths, tokenizer_folder, options)
     report_path = folder / REPORT_NAME
     known = read_json(report_path) if report_path.is_file() else {}
-    if known.get("inputs") == inputs and all(is_current(folder / SOURCE / each, "packed", inputs) for each in SPLITS):
+    if known.get("inputs") == inputs and all(
+        is_current(folder / options.source / each, "packed", inputs) for each in SPLITS
+    ):
         return dict(known)
     with writing_to(folder):
         report = _packed(paths, tokenizer_folder, folder, options, inputs)
@@ -117,20 +140,21 @@ def _packed(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     with open(folder / LEFT_OUT_NAME, "wb") as left_out, _Writers(work, template, options, counts) as writers:
-        for file, item in _dialogues(_files(paths), counts):
+        for file, item in _samples(_files(paths), counts, options.pairs):
             writers.add(item, file, left_out)
         writers.flush(left_out)
     if not counts.kept:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.left_out.most_common())
         raise BadInputError(
-            f"There is no conversation to learn from in {', '.join(map(str, paths))} (read: {counts.read:,}; left "
-            f"out: {reasons or 'none'}). {folder / LEFT_OUT_NAME} has each with its reason."
+            f"There is nothing to learn from in {', '.join(map(str, paths))} (read: {counts.read:,}; left out: "
+            f"{reasons or 'none'}). {folder / LEFT_OUT_NAME} has each with its reason."
         )
-    manifests = [_write_split(folder, split, writers.totals[split], tokenizer, inputs, work) for split in SPLITS]
+    written = _Written(folder, options.source, 2 if options.pairs else 1, tokenizer, inputs)
+    manifests = [written.split(split, writers.totals[split], work) for split in SPLITS]
     shutil.rmtree(work)
     rows = {}
     for split in SPLITS:
-        opened = open_split(folder, SOURCE, split)
+        opened = open_split(folder, options.source, split)
         if opened.tokens:
             rows[split] = build_best_fit(opened, options.seq_len)["rows"]
     write_report(folder, tokenizer.fingerprint, manifests)
@@ -155,14 +179,15 @@ class _Item:
     """A row, or all rows of a conversation, and where it is."""
 
     place: str
-    dialogue: Dialogue | None
+    sample: Sample | None
     reason: str = ""
     detail: str = ""
 
 
-def _dialogues(files: Sequence[Any], counts: _Counts) -> Iterator[tuple[str, _Item]]:
-    """Every conversation of every file, or why a row is none."""
-    limits = ReaderLimits()
+def _samples(files: Sequence[Any], counts: _Counts, pairs: bool) -> Iterator[tuple[str, _Item]]:
+    """Every conversation, or pair, of every file, or why a row is none."""
+    limits, shape = ReaderLimits(), pair_form if pairs else form_of
+    read = pair_of if pairs else lambda fields, form: Sample((dialogue_of(fields, form),))
     with progress("conversations", total=sum(file.size_bytes for file in files), unit="B") as bar:
         for file in files:
             log: dict[Any, list[RawRow]] = {}
@@ -177,12 +202,12 @@ def _dialogues(files: Sequence[Any], counts: _Counts) -> Iterator[tuple[str, _It
                     if isinstance(item, Damaged):
                         yield file.name, _Item(item.place, None, item.reason, item.detail)
                         continue
-                    form = form_of(item.fields)
+                    form = shape(item.fields)
                     counts.forms[form or "none"] += 1
                     if form == "log":
                         log.setdefault(log_key(item.fields), []).append(item)
                     else:
-                        yield file.name, _item(item.place, lambda item=item, form=form: dialogue_of(item.fields, form))
+                        yield file.name, _item(item.place, lambda item=item, form=form: read(item.fields, form))
             for each in _logged(log):
                 yield file.name, each
 
@@ -190,7 +215,7 @@ def _dialogues(files: Sequence[Any], counts: _Counts) -> Iterator[tuple[str, _It
 def _logged(log: dict[Any, list[RawRow]]) -> Iterator[_Item]:
     """The conversations of a file with a row per message; rows are counted as one each."""
     for rows in log.values():
-        yield _item(rows[0].place, lambda rows=rows: log_dialogue([row.fields for row in rows]))
+        yield _item(rows[0].place, lambda rows=rows: Sample((log_dialogue([row.fields for row in rows]),)))
     log.clear()
 
 
@@ -216,7 +241,7 @@ class _Writers:
         self._files: dict[tuple[str, str], IO[bytes]] = {}
         self._work = work
         self._seen: set[bytes] = set()
-        self._waiting: list[tuple[str, str, str, Dialogue, list[ChatPart]]] = []
+        self._waiting: list[tuple[str, str, str, Sample, list[list[ChatPart]]]] = []
 
     def __enter__(self) -> _Writers:
         for split in SPLITS:
@@ -232,52 +257,68 @@ class _Writers:
     def add(self, item: _Item, file: str, left_out: IO[bytes]) -> None:
         """Take a conversation, or note why it is left out."""
         self.counts.read += 1
-        if item.dialogue is None:
+        if item.sample is None:
             self._leave_out(left_out, file, item.place, item.reason, item.detail)
             return
         try:
-            parts = self.template.parts(item.dialogue)
+            parts = [_learned(self.template.parts(each), each, item.sample) for each in item.sample.dialogues]
         except TemplateError as error:
             self._leave_out(left_out, file, item.place, "template", str(error))
             return
-        digest = hashlib.blake2b(
-            "\0".join(part.text for part in parts).encode("utf-8", "replace"), digest_size=16
-        ).digest()
+        digest = _digest(parts)
         if digest in self._seen:
             self._leave_out(left_out, file, item.place, "duplicate", "")
             return
         self._seen.add(digest)
-        is_valid = int.from_bytes(digest[:2], "little") < self.options.valid_share * PLACES
-        self._waiting.append((SPLITS[is_valid], file, item.place, item.dialogue, parts))
+        chosen = _digest([_prompt(parts[0])]) if item.sample.prompt else digest  # no prompt stands on both sides
+        is_valid = int.from_bytes(chosen[:2], "little") < self.options.valid_share * PLACES
+        self._waiting.append((SPLITS[is_valid], file, item.place, item.sample, parts))
         if len(self._waiting) >= BATCH:
             self.flush(left_out)
 
     def flush(self, left_out: IO[bytes]) -> None:
         """Encode and write what waits."""
-        texts = [part.text for *_, parts in self._waiting for part in parts if not part.is_control]
+        texts = [p.text for *_, pair in self._waiting for parts in pair for p in parts if not p.is_control]
         encoded = iter(self.tokenizer.encode_batch(texts))
         control = self.tokenizer.control
-        for split, file, place, dialogue, parts in self._waiting:
-            ids = [[control[part.text]] if part.is_control else next(encoded) for part in parts]
-            tokens = np.fromiter((number for each in ids for number in each), self.dtype)
-            masks = [np.full(len(each), part.counts, np.uint8) for each, part in zip(ids, parts, strict=True)]
-            if len(tokens) > self.options.seq_len + 1:
-                detail = f"{len(tokens):,} tokens; a row has room for {self.options.seq_len + 1:,}"
-                self._leave_out(left_out, file, place, "too_long", detail)
+        for split, file, place, sample, pair in self._waiting:
+            documents = []
+            for parts in pair:
+                ids = [[control[part.text]] if part.is_control else next(encoded) for part in parts]
+                tokens = np.fromiter((number for each in ids for number in each), self.dtype)
+                masks = [np.full(len(each), part.counts, np.uint8) for each, part in zip(ids, parts, strict=True)]
+                documents.append((tokens, np.concatenate(masks)))
+            if problem := self._problem(documents):
+                self._leave_out(left_out, file, place, *problem)
                 continue
-            self._files[split, TOKENS].write(tokens.tobytes())
-            mask = np.concatenate(masks)
-            self._files[split, COUNTS].write(mask.tobytes())
-            self._files[split, LENGTHS].write(np.array([len(tokens)], "<u4").tobytes())
             totals = self.totals[split]
-            totals["documents"] += 1
-            totals["conversations"] += 1
-            totals["tokens"] += len(tokens)
-            totals["learned"] += int(mask.sum())
-            totals["text_bytes"] += sum(len(text.encode("utf-8", "replace")) for text in texts_of(dialogue))
-            totals["max_id"] = max(totals["max_id"], int(tokens.max()))
+            for tokens, mask in documents:
+                self._files[split, TOKENS].write(tokens.tobytes())
+                self._files[split, COUNTS].write(mask.tobytes())
+                self._files[split, LENGTHS].write(np.array([len(tokens)], "<u4").tobytes())
+                totals["documents"] += 1
+                totals["conversations"] += 1
+                totals["tokens"] += len(tokens)
+                totals["learned"] += int(mask.sum())
+                totals["max_id"] = max(totals["max_id"], int(tokens.max()))
+            said = (text for each in sample.dialogues for text in texts_of(each))
+            totals["text_bytes"] += sum(len(text.encode("utf-8", "replace")) for text in said)
             self.counts.kept += 1
         self._waiting.clear()
+
+    def _problem(self, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[str, str] | None:
+        """Why a conversation or a pair cannot be packed, as reason and detail."""
+        room = self.options.seq_len // 2 if self.options.pairs else self.options.seq_len + 1
+        longest = max(len(tokens) for tokens, _ in documents)
+        if longest > room:
+            return "too_long", f"{longest:,} tokens; a row has room for {room:,}"
+        if self.options.pairs:
+            if np.array_equal(documents[0][0], documents[1][0]):
+                return "equal_answers", "the same tokens"
+            chosen, rejected = (tokens[: int(mask.argmax())] for tokens, mask in documents)
+            if not np.array_equal(chosen, rejected):
+                return "template", "The template lays the prompt out differently for the two answers."
+        return None
 
     def _leave_out(self, left_out: IO[bytes], file: str, place: str, reason: str, detail: str) -> None:
         self.counts.left_out[reason] += 1
@@ -286,20 +327,60 @@ class _Writers:
         left_out.write(jsonio.dumps_line({"file": file, "place": place, "reason": reason, "detail": detail[:500]}))
 
 
-def _write_split(
-    folder: Path, split: str, totals: Mapping[str, int], tokenizer: Any, inputs: str, work: Path
-) -> dict[str, Any]:
-    """Write a split from what was encoded; returns its manifest."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    lengths = np.fromfile(work / split / LENGTHS, "<u4")
-    plan = plan_shards([lengths], SHARD_TOKENS)
-    known: dict[str, dict[str, Any]] = {}
-    with staged_folder(folder / SOURCE / split) as partial:
-        for number, stretches in enumerate(plan):
-            parts = [(PieceTokens(work / split, dtype.str), stretch) for stretch in stretches]
-            known |= write_shard(partial, number, dtype.str, parts, gids=False, masked=True)
-        counted = {name: count for name, count in totals.items() if name != "learned"}
-        facts = {"shards": len(plan), **counted, "loss_mask": True, "gids": False}
-        content = {**split_content(SOURCE, split, SOURCE, tokenizer), **facts}
-        write_manifest(partial, "packed", inputs, content, known)
-    return content
+def _learned(parts: list[ChatPart], dialogue: Dialogue, sample: Sample) -> list[ChatPart]:
+    """The parts of a conversation, of which those of its prompt do not count, whoever wrote them."""
+    if not sample.prompt:
+        return parts
+    counts = [False, *(part.counts for part in parts)]
+    begins = [here and not before for before, here in pairwise(counts)]
+    answers = [number for number, message in enumerate(dialogue.messages) if message.role == LEARNED_ROLE]
+    if sum(begins) != len(answers):
+        raise TemplateError("The template does not show each answer by itself, so that the last cannot be told apart.")
+    skipped = sum(number < sample.prompt for number in answers)
+    return [
+        part._replace(counts=part.counts and at > skipped) for at, part in zip(accumulate(begins), parts, strict=True)
+    ]
+
+
+def _prompt(parts: Sequence[ChatPart]) -> list[ChatPart]:
+    return list(takewhile(lambda part: not part.counts, parts))
+
+
+def _digest(parts: Sequence[Sequence[ChatPart]]) -> bytes:
+    text = "\0".join(part.text for each in parts for part in each)
+    return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is written from what was encoded."""
+
+    folder: Path
+    source: str
+    together: int
+    """Documents that stand in one row."""
+    tokenizer: Any
+    inputs: str
+
+    def split(self, split: str, totals: Mapping[str, int], work: Path) -> dict[str, Any]:
+        """Write a split; returns its manifest."""
+        dtype, together = token_dtype(self.tokenizer.vocab_size), self.together
+        lengths = np.fromfile(work / split / LENGTHS, "<u4")
+        plan = plan_shards([lengths.reshape(-1, together).sum(axis=1)], SHARD_TOKENS)
+        known: dict[str, dict[str, Any]] = {}
+        with staged_folder(self.folder / self.source / split) as partial:
+            for number, stretches in enumerate(plan):
+                of_documents = [
+                    each._replace(
+                        first_document=each.first_document * together, end_document=each.end_document * together
+                    )
+                    for each in stretches
+                ]
+                parts = [(PieceTokens(work / split, dtype.str), stretch) for stretch in of_documents]
+                known |= write_shard(partial, number, dtype.str, parts, gids=False, masked=True)
+            counted = {name: count for name, count in totals.items() if name != "learned"}
+            facts = {"shards": len(plan), **counted, "loss_mask": True, "gids": False}
+            content = {**split_content(self.source, split, self.source, self.tokenizer), **facts}
+            content |= {"together": together} if together > 1 else {}
+            write_manifest(partial, "packed", self.inputs, content, known)
+        return content

@@ -6,6 +6,12 @@
     prompt      {"prompt", "completion"}, each a text or messages
     log         a row per message, with a column that names the conversation; without one a file is a conversation
 
+Pairs of a chosen and a rejected answer to the same prompt:
+
+    prompt        {"prompt", "chosen", "rejected"}, each a text or messages; or `instruction`, `question`
+    context       {"conversations" or "messages": […], "chosen", "rejected"}, each a message or a text
+    conversation  {"chosen": [messages], "rejected": [messages]}: the prompt is what both begin with, in whole messages
+
 Which form a row has is seen from its keys. Roles are never put into another order: a row whose roles are out of order,
 or which has nothing to learn, is refused with the reason.
 """
@@ -13,33 +19,15 @@ or which has nothing to learn, is refused with the reason.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 
 from zero2all.common import jsonio
-from zero2all.packed.pieces import OTHER_ROLE_NAMES
+from zero2all.corpus.readers.chats import LISTS, ROLE_KEYS, TEXT_KEYS, is_message
+from zero2all.packed.pieces import ROLE_NAMES, without_nulls
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Dialogue, Message
 
-LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
-"""What a list of messages is called."""
-ROLE_KEYS, TEXT_KEYS = ("role", "from", "speaker", "sender"), ("content", "value", "message", "text")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-LOG_KEYS = (
-    "conversation_id",
-    "conversation",
-    "conv_id",
-    "dialog_id",
-    "dialogue_id",
-    "chat_id",
-    "session_id",
-    "thread_id",
-)
-"""What the column that names the conversation of a message is called."""
-ROLE_NAMES = {
-    **OTHER_ROLE_NAMES,
-    **{"developer": "system", "ai": "assistant", "model": "assistant", "observation": "tool", "ipython": "tool"},
-    **{"function_call": "assistant", "function_response": "tool", "customer": "user", "agent": "assistant"},
-}
 FOLLOWS = {
     None: ("system", "user"),
     "system": ("user",),
@@ -48,6 +36,8 @@ FOLLOWS = {
     "tool": ("tool", "assistant"),
 }
 """Which roles may follow a role; None: the beginning."""
+ASK_KEYS = ("prompt", "instruction", "question", "query")
+PAIR_KEYS = ("chosen", "rejected")
 INSTRUCTION_KEYS = (("instruction", "output"), ("question", "answer"), ("query", "response"), ("prompt", "response"))
 
 
@@ -60,15 +50,23 @@ class RowError(ValueError):
         self.reason = reason
 
 
+class Sample(NamedTuple):
+    """What is learned from a row: a conversation, or two that differ in the last answers."""
+
+    dialogues: tuple[Dialogue, ...]
+    prompt: int = 0
+    """How many messages of it are not learned, whoever wrote them."""
+
+
 def form_of(fields: Mapping[str, Any]) -> str:
     """Which form a row has: messages, sharegpt, alpaca, prompt, log; empty where it has none."""
     for name in LISTS:
         messages = _parsed(fields.get(name))
         if isinstance(messages, list) and messages and isinstance(messages[0], Mapping):
             return "sharegpt" if "from" in messages[0] else "messages"
-    if "chosen" in fields and "rejected" in fields:
+    if all(key in fields for key in PAIR_KEYS):
         return ""
-    if any(fields.get(key) is not None for key in ("role", "speaker", "sender", "from")) and _text_key(fields):
+    if is_message(fields):
         return "log"
     if "prompt" in fields and "completion" in fields:
         return "prompt"
@@ -84,27 +82,57 @@ def dialogue_of(fields: Mapping[str, Any], form: str) -> Dialogue:
         "prompt": _from_prompt,
     }
     if form not in readers:
-        kind = "preference_pair" if "chosen" in fields and "rejected" in fields else "no_conversation"
+        kind = "preference_pair" if all(key in fields for key in PAIR_KEYS) else "no_conversation"
         raise RowError(kind, f"fields: {', '.join(map(str, fields))}")
-    messages = readers[form](fields)
-    if form != "messages" and isinstance(system := fields.get("system"), str) and system.strip():
+    return _dialogue(readers[form](fields), fields, form != "messages")
+
+
+def pair_form(fields: Mapping[str, Any]) -> str:
+    """Which form a pair has: prompt, context, conversation; empty where the row is none."""
+    if not all(key in fields for key in PAIR_KEYS):
+        return ""
+    chosen = _parsed(fields["chosen"])
+    first = chosen[0] if isinstance(chosen, list) and chosen else None
+    if isinstance(first, Mapping) and ROLE_NAMES.get(name := _role_name(first)[1], name) != LEARNED_ROLE:
+        return "conversation"
+    if any(isinstance(_parsed(fields.get(name)), list) for name in LISTS):
+        return "context"
+    return "prompt" if any(key in fields for key in ASK_KEYS) else ""
+
+
+def pair_of(fields: Mapping[str, Any], form: str) -> Sample:
+    """The chosen and the rejected conversation of a row. RowError where there is no pair to learn from."""
+    if not form:
+        raise RowError("no_pair", f"fields: {', '.join(map(str, fields))}")
+    before = [] if form == "conversation" else _from_list(fields) if form == "context" else _asked(fields)
+    whole = [[*before, *messages_of(fields[key], LEARNED_ROLE)] for key in PAIR_KEYS]
+    shared = before or [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False))]
+    if whole[0] == whole[1]:
+        raise RowError("equal_answers", f"both: {whole[0][-1].text[:80]!r}" if whole[0] else "")
+    for key, messages in zip(PAIR_KEYS, whole, strict=True):
+        role = messages[len(shared)].role if len(messages) > len(shared) else "nobody"
+        if role != LEARNED_ROLE:
+            detail = f"after the prompt ({len(shared)} messages) `{key}` has one of {role}"
+            raise RowError("no_assistant_turn", detail)
+    pair = [_dialogue(messages, fields, messages[0].role != "system") for messages in whole]
+    return Sample(tuple(pair), len(shared) + len(pair[0].messages) - len(whole[0]))
+
+
+def _dialogue(messages: list[Message], fields: Mapping[str, Any], with_system: bool) -> Dialogue:
+    """The conversation with what stands beside it."""
+    if with_system and isinstance(system := fields.get("system"), str) and system.strip():
         messages = [Message("system", system), *messages]
     tools = _parsed(fields.get("tools")) or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RowError("tools_not_understood", f"`tools` is {str(tools)[:80]!r}, expected a list of objects")
     options = fields.get("chat_template_kwargs")
     thinking = options.get("enable_thinking") if isinstance(options, Mapping) else None
-    return checked(Dialogue(messages, [_without_nulls(tool) for tool in tools], thinking))
+    return checked(Dialogue(messages, [without_nulls(tool) for tool in tools], thinking))
 
 
 def log_dialogue(rows: Sequence[Mapping[str, Any]]) -> Dialogue:
     """The conversation of rows that are a message each."""
-    return checked(Dialogue([_message(row) for row in rows]))
-
-
-def log_key(fields: Mapping[str, Any]) -> str | None:
-    """Which conversation a message belongs to; None where its file is one."""
-    return next((str(fields[key]) for key in LOG_KEYS if fields.get(key) is not None), None)
+    return checked(Dialogue([message_of(row) for row in rows]))
 
 
 def checked(dialogue: Dialogue) -> Dialogue:
@@ -129,7 +157,7 @@ def checked(dialogue: Dialogue) -> Dialogue:
 
 def _from_list(fields: Mapping[str, Any]) -> list[Message]:
     found = (_parsed(fields.get(name)) for name in LISTS)
-    return [_message(each) for each in next(each for each in found if isinstance(each, list) and each)]
+    return [message_of(each) for each in next(each for each in found if isinstance(each, list) and each)]
 
 
 def _from_alpaca(fields: Mapping[str, Any]) -> list[Message]:
@@ -147,18 +175,29 @@ def _history(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _from_prompt(fields: Mapping[str, Any]) -> list[Message]:
-    messages: list[Message] = []
-    for key, role in (("prompt", "user"), ("completion", LEARNED_ROLE)):
-        value = _parsed(fields[key])
-        messages += map(_message, value) if isinstance(value, list) else [Message(role, _text(value, key))]
-    return messages
+    return [*messages_of(fields["prompt"]), *messages_of(fields["completion"], LEARNED_ROLE)]
 
 
-def _message(values: Any) -> Message:
+def _asked(fields: Mapping[str, Any]) -> list[Message]:
+    asked = next(fields[key] for key in ASK_KEYS if key in fields)
+    if not isinstance(given := fields.get("input"), str) or not given.strip():
+        return messages_of(asked)
+    return [Message("user", f"{_text(asked, 'prompt')}\n{given}")]
+
+
+def messages_of(value: Any, role: str = "user") -> list[Message]:
+    """The messages of a list, or the one of a mapping or a text, which is of this role."""
+    value = _parsed(value)
+    if isinstance(value, Mapping):
+        return [message_of(value)]
+    return list(map(message_of, value)) if isinstance(value, list) else [Message(role, _text(value, role))]
+
+
+def message_of(values: Any) -> Message:
+    """A message as others write one. RowError where it is none."""
     if not isinstance(values, Mapping):
         raise RowError("message_not_understood", f"a message is {type(values).__name__}, expected role and content")
-    said = next((values[key] for key in ROLE_KEYS if values.get(key) is not None), None)
-    name = str(said).strip().lower()
+    said, name = _role_name(values)
     role = ROLE_NAMES.get(name, name)
     if role not in ROLES:
         raise RowError("unknown_role", f"{said!r}, expected one of {', '.join(ROLES)}")
@@ -173,6 +212,11 @@ def _message(values: Any) -> Message:
     return Message(role, text, _text(thought, "reasoning_content"), calls)
 
 
+def _role_name(values: Mapping[str, Any]) -> tuple[Any, str]:
+    said = next((values[key] for key in ROLE_KEYS if values.get(key) is not None), None)
+    return said, str(said).strip().lower()
+
+
 def _text_key(values: Mapping[str, Any]) -> str | None:
     return next((key for key in TEXT_KEYS if key in values), None)
 
@@ -183,7 +227,7 @@ def _calls(value: Any) -> tuple[Mapping[str, Any], ...]:
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or inner.get("arguments") is None:
             raise RowError("call_not_understood", f"{str(call)[:80]!r}, expected a name and arguments")
-    return tuple(_without_nulls(call) for call in calls)
+    return tuple(without_nulls(call) for call in calls)
 
 
 def _text(value: Any, key: str) -> str:
@@ -205,13 +249,6 @@ def _parsed(value: Any) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow fills keys that a row does not have with null."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def texts_of(dialogue: Dialogue) -> Iterable[str]:

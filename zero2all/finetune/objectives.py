@@ -11,6 +11,10 @@ from zero2all.train.objective import Objective
 def objective_of(context: RunContext) -> Objective | None:
     """The objective of a run; None: the mean loss of the tokens that count."""
     method = context.config.finetune.method
+    if method == "dpo":
+        from zero2all.finetune.preference import Preference
+
+        return Preference(context)
     if method in OBJECTIVES:
         raise UsageError(f"finetune.method {method} is not there yet.")
     return None

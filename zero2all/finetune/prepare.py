@@ -6,6 +6,7 @@ what the run was begun with, so that the same command continues it and another o
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,14 @@ from zero2all.config import ConfigError, RunConfig, config_from_values, config_v
 from zero2all.exchange import import_folder
 from zero2all.infer.load import LoadedModel, load_model
 from zero2all.model.lora import initial_adapters
-from zero2all.train.checkpoints.manifest import Step
+from zero2all.train.checkpoints.manifest import Step, read_manifest
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
 from zero2all.train.saved_config import CONFIG_FILE, FINETUNE_FILE, load_run_config, save_run_config
+from zero2all.train.state import DTYPES
+
+FEWEST_STEPS = 40
+"""A set so small that it would be read in fewer steps gets smaller steps."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,21 @@ def base_model(base: str, workspace: Workspace, name: str, step: Step) -> Loaded
     if workspace.run(name).resolve() == loaded.folder.resolve():
         raise UsageError(f"--name {name} is the base run itself. Choose another name.")
     return loaded
+
+
+def run_length(name: str, base: RunConfig, rows: float, seq_len: int) -> dict[str, dict[str, Any]]:
+    """The settings of a run that reads so many rows, in steps no larger than those of its base."""
+    samples = max(1, min(base.train.tokens_per_step // seq_len, int(rows / FEWEST_STEPS)))
+    steps, micro = max(2, math.ceil(rows / samples)), base.train.micro_batch_samples
+    often = max(1, steps // 4)
+    return {
+        "train": {
+            **{"name": name, "steps": steps, "tokens": None, "tokens_per_step": samples * seq_len},
+            "micro_batch_samples": min(micro, samples) if isinstance(micro, int) else micro,
+        },
+        "validation": {"every_steps": often},
+        "checkpoint": {"every_steps": often, "keep_every_steps": 0},
+    }
 
 
 def changed_config(
@@ -95,11 +115,12 @@ def begin_run(
     }
     with staged_folder(run) as partial:
         save_run_config(config, partial)
-        write_json(partial / FINETUNE_FILE, record)
+        dtype = DTYPES["float64" if config.train.precision == "float64" else "float32"]
         adapters = initial_adapters(config.model, config.finetune.lora, config.train.seed)
-        weights_by_name = {f"model/{name}": tensor for name, tensor in (loaded.weights() | adapters).items()}
+        weights_by_name = {f"model/{name}": tensor.to(dtype) for name, tensor in (loaded.weights() | adapters).items()}
         snapshot = Snapshot.of_tensors(weights_by_name, {"step": 0, "tokens": 0})
-        write_checkpoint(partial, 0, snapshot, {"inputs": record["config"], **details})
+        folder = write_checkpoint(partial, 0, snapshot, {"inputs": record["config"], **details})
+        write_json(partial / FINETUNE_FILE, {**record, "weights": fingerprint(read_manifest(folder)["files"])})
     return PreparedRun(run, config, report, is_new=True)
 
 

@@ -23,7 +23,7 @@ from zero2all.common.records import SPLITS
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values
 from zero2all.finetune.data import SOURCE, DataOptions, inputs_of, pack_conversations
-from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, refuse_changed
+from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, refuse_changed, run_length
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.mixture import source_weights
@@ -40,8 +40,6 @@ IMPORTED_RATES = ((0.5e9, 3e-4), (2e9, 1e-4), (math.inf, 2e-5))
 """By parameters, for models whose pretraining rate is not known."""
 LORA_RATE = 10
 """Times the rate of full fine-tuning: the best rate of adapters is that much higher, at every rank."""
-FEWEST_STEPS = 40
-"""A set so small that it would be read in fewer steps gets smaller steps."""
 WARMUP_SHARE = 0.05
 
 
@@ -78,21 +76,28 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
         raise UsageError(f"--replay is {options.replay}; expected a share from 0 to below 1.")
     loaded = base_model(base, workspace, options.name, options.step)
     assert loaded.config is not None, "it is a run"
-    run = workspace.run(options.name)
     seq_len = options.seq_len or loaded.config.data.seq_len
     folder = (workspace.root / FOLDER / options.name).resolve()
-    data = DataOptions(seq_len, options.valid_share)
-    if run.exists() and not options.replace:  # before its packed conversations would be replaced
-        refuse_changed(run, {"base": loaded.name, "data": inputs_of(options.data, workspace.tokenizer, data)})
-    report = pack_conversations(options.data, workspace.tokenizer, folder, data)
-    if not report["rows"].get("train"):
-        raise BadInputError("All conversations were held out. Lower --valid-share, or add conversations.")
+    report = packed_for(loaded, workspace, options, folder, DataOptions(seq_len, options.valid_share))
     mixture = {SOURCE: 1.0}
     if options.replay:
         weights = _replayed(loaded.config, workspace, folder, seq_len)
         mixture = {SOURCE: 1 - options.replay, **{name: options.replay * each for name, each in weights.items()}}
     config = _config(loaded, options, folder, mixture, report["rows"]["train"], seq_len)
     return begin_run(loaded, config, workspace, report, options.replace)
+
+
+def packed_for(
+    loaded: LoadedModel, workspace: Workspace, options: SftOptions, folder: Path, data: DataOptions
+) -> dict[str, Any]:
+    """Pack what a run learns; returns the report. Other data than the run of this name was begun with is refused."""
+    run = workspace.run(options.name)
+    if run.exists() and not options.replace:  # before what it has packed would be replaced
+        refuse_changed(run, {"base": loaded.name, "data": inputs_of(options.data, workspace.tokenizer, data)})
+    report = pack_conversations(options.data, workspace.tokenizer, folder, data)
+    if not report["rows"].get("train"):
+        raise BadInputError("All conversations were held out. Lower --valid-share, or add conversations.")
+    return report
 
 
 def _config(
@@ -102,9 +107,7 @@ def _config(
     assert loaded.config is not None, "it is a run"
     values = config_values(loaded.config)
     read = rows * options.epochs / mixture[SOURCE]
-    samples = max(1, min(loaded.config.train.tokens_per_step // seq_len, int(read / FEWEST_STEPS)))
-    steps = max(2, math.ceil(read / samples))
-    often = max(1, steps // 4)
+    length = run_length(options.name, loaded.config, read, seq_len)
     is_imported = not loaded.tokens and loaded.config.optim == RunConfig().optim
     if options.lora:  # the rates of Muon are no rates of AdamW
         is_imported |= values["optim"]["kind"] == "muon"
@@ -113,29 +116,20 @@ def _config(
     lr = _imported_rate(loaded) if is_imported else loaded.config.optim.lr_max * BASE_SHARE
     lr = options.lr or lr * (LORA_RATE if options.lora else 1)
     changes: dict[str, dict[str, Any]] = {
+        **length,
         "data": {
             **{"packed": str(folder), "mixture": mixture, "seq_len": seq_len, "max_epochs": None},
             **{"packing": "best_fit", "document_mask": True},
         },
-        "train": {
-            **{"name": options.name, "steps": steps, "tokens": None, "tokens_per_step": samples * seq_len},
-            "micro_batch_samples": _micro_batch(values["train"]["micro_batch_samples"], samples),
-        },
         "optim": {"lr_max": float(f"{lr:.4g}"), "weight_decay": 0.0},
-        "finetune": {"lora": {"rank": options.lora}},
         "schedule": {
             "kind": "linear",
-            "warmup_steps": min(100, max(1, int(WARMUP_SHARE * steps))),
+            "warmup_steps": min(100, max(1, int(WARMUP_SHARE * length["train"]["steps"]))),
             "min_lr_ratio": 0.0,
         },
-        "validation": {"every_steps": often},
-        "checkpoint": {"every_steps": often, "keep_every_steps": 0},
+        "finetune": {"method": "sft", "lora": {"rank": options.lora}},
     }
     return changed_config(values, changes, options.overrides)
-
-
-def _micro_batch(asked: Any, samples: int) -> Any:
-    return min(asked, samples) if isinstance(asked, int) else asked
 
 
 def _imported_rate(loaded: LoadedModel) -> float:

@@ -69,7 +69,8 @@ class LoadedModel:
     @property
     def window(self) -> int:
         """Tokens that it saw at once in training; for a Hugging Face folder, those it was made for."""
-        return self.model.config.max_seq_len if self.config is None else self.config.data.seq_len
+        longest = self.model.config.max_seq_len
+        return longest if self.config is None else min(longest, self.config.data.seq_len)
 
     @property
     def parameters(self) -> int:

@@ -176,8 +176,9 @@ class Z2all(nn.Module):
         there in longer rows, and document_ids are of the whole rows.
         `stage`: only its blocks, on what the stage before it returned (`x`); all but the last return the residual."""
         length = tokens.shape[1]
-        if length > self.config.max_seq_len:
-            raise ValueError(f"{length} positions exceed model.max_seq_len ({self.config.max_seq_len})")
+        longest = self.config.max_seq_len
+        if length > longest and document_ids is None:
+            raise ValueError(f"{length} positions exceed model.max_seq_len ({longest})")
         documents = None
         if document_ids is None:
             at = slice(length) if places is None else places
@@ -186,6 +187,8 @@ class Z2all(nn.Module):
             documents = self.ops.prepare_documents(document_ids)
             positions = _positions(document_ids)
             positions = positions if places is None else positions[:, places]
+            if length > longest:  # rows of pairs: no answer is longer, but padding may be
+                positions = positions.clamp(max=longest - 1)
             cos, sin = self.cos[positions], self.sin[positions]  # (B, T, D/2)
         if x is None:
             x = self.ops.embedding(tokens, self.embedding.weight)  # (B, T, C)

@@ -9,6 +9,8 @@ least. So all documents of one length are placed in a few bulk moves: sorting co
 most L moves per length, and finding the next room O(log L) steps of a bit set. Each shard is packed for itself, which
 bounds the memory.
 
+Where the manifest of a split says `together: n`, every n documents in a row are placed as one, and none is cut.
+
 On disk, beside the shards: `best-fit-<seq_len>/` with `starts.u64` and `lengths.u32` (the chunks, row after row),
 `rows.u64` (the first chunk of each row, and the total at the end) and a manifest of its own.
 """
@@ -64,7 +66,9 @@ def build_best_fit(split: PackedSplit, seq_len: int) -> dict[str, Any]:
             starts, lengths, rows = (stack.enter_context((partial / name).open("wb")) for name in ARRAYS)
             for shard, tokens in enumerate(split.shards.lengths):
                 chunks = cut_documents(np.append(split.docs[shard].astype(np.int64), tokens), seq_len)
-                row_of = best_fit_rows(chunks.lengths, seq_len + 1)
+                placed = chunks.lengths.reshape(-1, split.together).sum(axis=1)
+                assert placed.max(initial=0) <= seq_len + 1, "whoever packed them has left out the long ones"
+                row_of = np.repeat(best_fit_rows(placed, seq_len + 1), split.together)
                 by_row = np.lexsort((chunks.starts, row_of))
                 counts = np.bincount(row_of, minlength=0)
                 starts.write((chunks.starts[by_row] + split.shard_starts[shard]).astype("<u8").tobytes())

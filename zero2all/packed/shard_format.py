@@ -38,7 +38,7 @@ MANIFEST_FIELDS: dict[str, type] = {
     "files": dict,
 }
 """What the manifest of a split must say, and of which type. Optional: `max_id` (largest id there), `loss_mask`,
-`gids`, `imported`."""
+`gids`, `together`, `imported`."""
 NO_GID = (1 << 64) - 1
 """Stands for the gid of a document that has none."""
 
@@ -160,6 +160,11 @@ class PackedSplit:
     def tokens(self) -> int:
         """How many tokens the split has."""
         return self._starts[-1]
+
+    @property
+    def together(self) -> int:
+        """How many neighbouring documents stand in one row."""
+        return int(self.manifest.get("together", 1))
 
     @property
     def bytes_per_token(self) -> float:

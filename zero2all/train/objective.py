@@ -59,7 +59,7 @@ class Objective(Protocol):
     def begin(self, state: TrainState) -> None:
         """Once, before the first step of an attempt, in every process."""
 
-    def batches(self, state: TrainState) -> Batches | None:
+    def batches(self, state: TrainState, /) -> Batches | None:
         """The batches from here to the last step, each a function of the seed, the step and the weights; None: those of
         the packed data. A batch may have more fields than `Batch`."""
 

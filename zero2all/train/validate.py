@@ -40,7 +40,10 @@ def open_valid_splits(packed: Path, sources: Sequence[str]) -> list[PackedSplit]
 
 
 def valid_sources(packed: Path, config: RunConfig) -> list[str]:
-    """The sources of a run, of any stage: those whose held-out text is scored."""
+    """The sources of a run, of any stage: those whose held-out text is scored. Held-out pairs are not text: what is
+    measured on them belongs to the objective."""
+    if config.finetune.method == "dpo":
+        return []
     mixtures = [config.data.mixture, *(stage.mixture or config.data.mixture for stage in config.stages)]
     return [
         name for name in packed_sources(packed) if any(mixture is None or mixture.get(name) for mixture in mixtures)
