@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue, log_key
+from zero2all.corpus.readers.chats import log_key
+from zero2all.finetune.dialogues import RowError, dialogue_of, form_of, log_dialogue
 from zero2all.tokenizer.chat import Message
 
 ASKED = [Message("user", "q"), Message("assistant", "a")]

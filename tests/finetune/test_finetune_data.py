@@ -52,15 +52,18 @@ def test_every_format_gives_the_same_conversations(packed, tmp_path, trained_wor
     (source / "log.csv").write_text(
         "conversation,role,message\n1,user,q 7\n2,user,q 8\n1,assistant,a 7\n2,assistant,a 8\n"
     )
+    (source / "e.csv").write_text(
+        'id,message\n1,"[{""role"": ""user"", ""content"": ""q 11""}, {""from"": ""gpt"", ""value"": ""a 11""}]"\n'
+    )
     (source / "one.json").write_text(json.dumps(row(9)["messages"], indent=1))
     (source / "two.jsonl").write_text("".join(json.dumps(each) + "\n" for each in row(10)["messages"]))
     report, folder = packed(source)
-    assert (report["read"], report["kept"], report["left_out"]) == (10, 10, {})
-    assert report["forms"] == {"messages": 5, "alpaca": 1, "log": 8}
+    assert (report["read"], report["kept"], report["left_out"]) == (11, 11, {})
+    assert report["forms"] == {"messages": 6, "alpaca": 1, "log": 8}
     tokenizer = load_tokenizer(trained_workspace.tokenizer)
     template = chat_of(trained_workspace.tokenizer, tokenizer)
     found = {tuple(ids.tolist()): mask.tolist() for ids, mask in documents(folder, "train")}
-    for number in range(1, 11):
+    for number in range(1, 12):
         parts = template.parts(Dialogue([Message("user", f"q {number}"), Message("assistant", f"a {number}")]))
         counts = [int(part.counts) for part in parts for _ in template.ids_of([part])]
         assert found[tuple(template.ids_of(parts))] == counts

@@ -10,11 +10,12 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.corpus import BuildOptions, Source, build_corpus
-from zero2all.packed.pieces import turns_of
+from zero2all.packed.pieces import document_batches, turns_of
 from zero2all.packed.samples import open_samples
 from zero2all.packed.shard_format import open_split
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
+from zero2all.tokenizer.template import own_chat
 
 
 def chat(number):
@@ -92,9 +93,27 @@ def test_the_form_of_sharegpt_is_understood_and_a_field_that_happens_to_be_calle
         assert turns_of({"others": others}, "here") is None
 
 
+def test_calls_thoughts_and_functions_are_laid_out(talks):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": None}}, "id": None}
+    answer = {"role": "AI", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    messages = [{"role": "customer", "content": "a"}, answer, {"role": "observation", "content": "3"}]
+    record = {"others": {"messages": messages, "tools": [{"name": "add"}]}}
+    tokenizer = load_tokenizer(talks.tokenizer)
+    part = talks.root / "one.jsonl"
+    part.write_text(json.dumps(record) + "\n")
+    ((document,),) = document_batches(part, 0, part.stat().st_size, "one", "", lambda: own_chat(tokenizer))
+    learned = "".join(each.text for each in document.parts if each.counts)
+    assert (
+        learned
+        == '<think>\nhm\n</think>\n\n<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call><|message_end|>'
+    )
+    assert '{"name": "add"}' in document.texts[0]
+
+
 @pytest.mark.parametrize(
     ("message", "error"),
     [
+        ({"role": "assistant", "content": "", "tool_calls": "x"}, "`tool_calls` is str, expected a list"),
         ({"role": "narrator", "content": "a"}, "the role is 'narrator', expected one of"),
         ({"role": "user", "content": 5}, "`content` is int, expected text"),
         ("text", "the role is None"),

@@ -36,7 +36,7 @@ def no_text_field(source: Source, where: str, fields: list[str]) -> BadInputErro
     return BadInputError(
         f"{problem} Its records have the fields {', '.join(fields) or '(none)'}. Name the field that holds the text "
         f"with --map content=FIELD, for example {content_flag(fields[0] if fields else 'text')}. Recognised without "
-        f"it: {FIELD_NAMES['content'].replace(' ', ', ')}."
+        f"it: {FIELD_NAMES['content'].replace(' ', ', ')}. Of chats, give the kind: NAME=PATH:CHANNEL:conversation."
     )
 
 

@@ -24,13 +24,14 @@ from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
 from zero2all.corpus.readers import NOT_READ, Format, RawRow, ReaderLimits, Unit, plan_units, read_unit
+from zero2all.corpus.readers.chats import is_message
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
 from zero2all.corpus.segments import BUILD_NAME
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.source_sampling import SourceSample
 from zero2all.corpus.sources import PEEKED_ROWS, Source, choose_template, guess_mapping, part_name
 
-RULES = 7
+RULES = 8
 """Raise it when readers, field names, cleaning or signatures change what a build writes, so that it is made again."""
 
 PLAN_NAME = "plan.json"
@@ -56,6 +57,7 @@ class SourcePlan:
     """Where ingest writes it."""
     template: str
     """How its records become training text."""
+    limits: ReaderLimits
 
     @property
     def name(self) -> str:
@@ -113,7 +115,7 @@ def list_source(source: Source, corpus_folder: Path) -> Listing:
 
 def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: BuildOptions) -> SourcePlan:
     """What a sample of a source shows."""
-    limits = options.limits
+    limits = replace(options.limits, chats=source.kind == "conversation")
     look = SourceSample(source, listing, limits)
     template = choose_template(source, look.mappings)
     guessed, reason = look.guess_channel()
@@ -138,7 +140,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     folder = corpus_folder / BUILD_NAME / inputs / source.name
     if not is_auto and source.given_channel:
         reason = "given" if source.channel else f"of the kind {source.kind}"
-    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder, template)
+    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder, template, limits)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def cut_sources(plans: Sequence[SourcePlan], options: BuildOptions, engine: Task
     """The tasks of all sources, in order; large files are planned by the engine, once."""
     missing = [plan for plan in plans if not (plan.folder / PLAN_NAME).is_file()]
     large = [
-        (plan, number, LargeFile(file, options.limits, plan.source.given_mapping, plan.look.mapping_of.get(file.name)))
+        (plan, number, LargeFile(file, plan.limits, plan.source.given_mapping, plan.look.mapping_of.get(file.name)))
         for plan in missing
         for number, file in enumerate(plan.listing.files)
         if file.size_bytes > options.unit_bytes
@@ -179,12 +181,20 @@ def planned_units(plan: SourcePlan) -> list[Unit]:
 def plan_large_file(task: LargeFile) -> list[dict[str, Any]]:
     """The units of a file, with the mapping of its rows when there are several; as JSON holds them."""
     units = plan_units(task.file, task.limits)
+    if task.limits.chats and _is_log(units[0], task.limits):  # a conversation may stand anywhere in it
+        units = plan_units(task.file, replace(task.limits, unit_bytes=task.file.size_bytes))
     advance(0)
     if len(units) > 1 and units[0].format is not Format.ARCHIVE:
         mapping = task.known_mapping or _guessed(units[0], task)
         units = [replace(unit, mapping=mapping) for unit in units]
     names = [each.name for each in fields(Unit) if each.name != "file"]
     return [{name: getattr(unit, name) for name in names} for unit in units]
+
+
+def _is_log(unit: Unit, limits: ReaderLimits) -> bool:
+    items = read_unit(unit, replace(limits, chats=False), lambda _: None)
+    first = next((item for item in items if isinstance(item, RawRow)), None)
+    return first is not None and is_message(first.fields)
 
 
 def _guessed(unit: Unit, task: LargeFile) -> dict[str, str]:
@@ -198,7 +208,7 @@ def _guessed(unit: Unit, task: LargeFile) -> dict[str, str]:
 
 def _tasks(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) -> list[IngestTask]:
     source = plan.source
-    reading = (source.name, plan.channel, source.is_auto, source.given_mapping, plan.look.mapping_of, options.limits)
+    reading = (source.name, plan.channel, source.is_auto, source.given_mapping, plan.look.mapping_of, plan.limits)
     units = enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
     return [
         IngestTask(tuple(files), plan.folder / f"unit-{number:05d}", *reading, plan.cleans, options.dedup)

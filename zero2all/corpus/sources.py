@@ -373,7 +373,7 @@ def _as_text(value: Any) -> str:
     if _is_list_of_text(value):
         return "\n".join(value)
     if _is_conversation(value):
-        return "\n".join(str(next(one[name] for name in MESSAGE_TEXTS if name in one)) for one in value)
+        return "\n".join(str(next(one[name] for name in MESSAGE_TEXTS if name in one) or "") for one in value)
     if isinstance(value, bytes):
         return value.decode("utf-8")  # UnicodeDecodeError is a ValueError
     raise ValueError(f"the text field holds {type(value).__name__}")

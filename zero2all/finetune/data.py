@@ -36,13 +36,13 @@ from zero2all.common.records import SPLITS
 from zero2all.config.finetune import PAIRS
 from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
+from zero2all.corpus.readers.chats import log_key
 from zero2all.finetune.dialogues import (
     RowError,
     Sample,
     dialogue_of,
     form_of,
     log_dialogue,
-    log_key,
     pair_form,
     pair_of,
     texts_of,

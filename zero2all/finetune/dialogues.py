@@ -23,29 +23,11 @@ from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from zero2all.common import jsonio
-from zero2all.packed.pieces import OTHER_ROLE_NAMES
+from zero2all.corpus.readers.chats import LISTS, ROLE_KEYS, TEXT_KEYS, is_message
+from zero2all.packed.pieces import ROLE_NAMES, without_nulls
 from zero2all.tokenizer.chat import LEARNED_ROLE, ROLES, Dialogue, Message
 
-LISTS = ("messages", "conversations", "conversation", "dialog", "dialogue", "chat")
-"""What a list of messages is called."""
-ROLE_KEYS, TEXT_KEYS = ("role", "from", "speaker", "sender"), ("content", "value", "message", "text")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-LOG_KEYS = (
-    "conversation_id",
-    "conversation",
-    "conv_id",
-    "dialog_id",
-    "dialogue_id",
-    "chat_id",
-    "session_id",
-    "thread_id",
-)
-"""What the column that names the conversation of a message is called."""
-ROLE_NAMES = {
-    **OTHER_ROLE_NAMES,
-    **{"developer": "system", "ai": "assistant", "model": "assistant", "observation": "tool", "ipython": "tool"},
-    **{"function_call": "assistant", "function_response": "tool", "customer": "user", "agent": "assistant"},
-}
 FOLLOWS = {
     None: ("system", "user"),
     "system": ("user",),
@@ -84,7 +66,7 @@ def form_of(fields: Mapping[str, Any]) -> str:
             return "sharegpt" if "from" in messages[0] else "messages"
     if all(key in fields for key in PAIR_KEYS):
         return ""
-    if any(fields.get(key) is not None for key in ("role", "speaker", "sender", "from")) and _text_key(fields):
+    if is_message(fields):
         return "log"
     if "prompt" in fields and "completion" in fields:
         return "prompt"
@@ -145,17 +127,12 @@ def _dialogue(messages: list[Message], fields: Mapping[str, Any], with_system: b
         raise RowError("tools_not_understood", f"`tools` is {str(tools)[:80]!r}, expected a list of objects")
     options = fields.get("chat_template_kwargs")
     thinking = options.get("enable_thinking") if isinstance(options, Mapping) else None
-    return checked(Dialogue(messages, [_without_nulls(tool) for tool in tools], thinking))
+    return checked(Dialogue(messages, [without_nulls(tool) for tool in tools], thinking))
 
 
 def log_dialogue(rows: Sequence[Mapping[str, Any]]) -> Dialogue:
     """The conversation of rows that are a message each."""
     return checked(Dialogue([message_of(row) for row in rows]))
-
-
-def log_key(fields: Mapping[str, Any]) -> str | None:
-    """Which conversation a message belongs to; None where its file is one."""
-    return next((str(fields[key]) for key in LOG_KEYS if fields.get(key) is not None), None)
 
 
 def checked(dialogue: Dialogue) -> Dialogue:
@@ -250,7 +227,7 @@ def _calls(value: Any) -> tuple[Mapping[str, Any], ...]:
         inner = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str) or inner.get("arguments") is None:
             raise RowError("call_not_understood", f"{str(call)[:80]!r}, expected a name and arguments")
-    return tuple(_without_nulls(call) for call in calls)
+    return tuple(without_nulls(call) for call in calls)
 
 
 def _text(value: Any, key: str) -> str:
@@ -272,13 +249,6 @@ def _parsed(value: Any) -> Any:
         except ValueError:
             return value
     return value
-
-
-def _without_nulls(value: Any) -> Any:
-    """Arrow fills keys that a row does not have with null."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def texts_of(dialogue: Dialogue) -> Iterable[str]:

@@ -167,7 +167,8 @@ def document_batches(
         elif chat is None:
             texts = [turn.text for turn in turns]
         else:
-            parts = _laid_out(chat(), turns, where)
+            tools = [tool for tool in record["others"].get("tools") or () if isinstance(tool, dict)]
+            parts = _laid_out(chat(), Dialogue(turns, tools), where)
             texts = [each.text for each in parts if not each.is_control]
         batch.append(UnencodedDocument(gid, texts, parts))
         characters += sum(map(len, texts))
@@ -178,9 +179,9 @@ def document_batches(
         yield batch
 
 
-def _laid_out(chat: ChatTemplate, turns: list[Message], where: str) -> list[ChatPart]:
+def _laid_out(chat: ChatTemplate, dialogue: Dialogue, where: str) -> list[ChatPart]:
     try:
-        return chat.parts(Dialogue(turns))
+        return chat.parts(dialogue)
     except UsageError as error:
         raise BadInputError(f"{where}: {error}") from error
 
@@ -304,7 +305,13 @@ def _utf8_bytes(text: str) -> int:
 # Counted in the loss is what the assistant writes: its text and the mark that ends its message.
 
 
-OTHER_ROLE_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "function": "tool"}
+ROLE_NAMES = {
+    **{"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "function": "tool"},
+    **{"developer": "system", "ai": "assistant", "model": "assistant", "observation": "tool", "ipython": "tool"},
+    **{"function_call": "assistant", "function_response": "tool", "customer": "user", "agent": "assistant"},
+    **{role: role for role in ROLES},
+}
+"""What roles are called elsewhere."""
 FORMS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Field of `others` -> what a message calls its role and its text."""
 
@@ -321,15 +328,26 @@ def turns_of(record: Mapping[str, Any], where: str) -> list[Message] | None:
 
 
 def _turn(message: Any, role_key: str, text_key: str, where: str) -> Message:
-    role = message.get(role_key) if isinstance(message, dict) else None
-    text = message.get(text_key) if isinstance(message, dict) else None
-    role = OTHER_ROLE_NAMES.get(str(role), role)
+    given = without_nulls(message) if isinstance(message, dict) else {}
+    name, text, calls = given.get(role_key), given.get(text_key), given.get("tool_calls", [])
+    role = ROLE_NAMES.get(str(name).strip().lower(), name)
+    text = "" if text is None and calls else text
     if role not in ROLES:
         raise BadInputError(
-            f"{where}: the role is {role!r}, expected one of {', '.join(ROLES)}. Correct it and build the corpus again."
+            f"{where}: the role is {name!r}, expected one of {', '.join(ROLES)}. Correct it and build the corpus again."
         )
-    if not isinstance(text, str):
-        raise BadInputError(
-            f"{where}: `{text_key}` is {type(text).__name__}, expected text. Correct it and build the corpus again."
-        )
-    return Message(str(role), text)
+    thought = given.get("reasoning_content", "")
+    for key, value, kind in ((text_key, text, str), ("tool_calls", calls, list), ("reasoning_content", thought, str)):
+        if not isinstance(value, kind):
+            found, expected = type(value).__name__, "text" if kind is str else "a list"
+            raise BadInputError(
+                f"{where}: `{key}` is {found}, expected {expected}. Correct it and build the corpus again."
+            )
+    return Message(str(role), str(text), thought, tuple(calls))
+
+
+def without_nulls(value: Any) -> Any:
+    """Arrow fills keys that a row does not have with null."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value

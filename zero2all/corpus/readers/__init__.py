@@ -7,6 +7,7 @@
     streams      gzip, bzip2, xz, zst; bombs refused; zst frames
     archives     tar, zip, 7z, rar, one inside another
     lines, arrays, tables, texts    the formats
+    chats        messages joined to conversations
     kernels      the two compiled scans
 
 Memory does not grow with the file, and an item above `max_record_bytes` goes to quarantine unread. A reader never

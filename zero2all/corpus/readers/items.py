@@ -73,6 +73,8 @@ class ReaderLimits:
     """… once it has given this many bytes."""
     max_nesting: int = 5
     """Layers of compression and archives inside one another that are opened (tar.gz: 2)."""
+    chats: bool = False
+    """Rows that are a message each are joined to conversations (see `chats`)."""
     max_spool_bytes: int = 16_000_000_000
     """A parquet, zip, 7z or rar file inside a compressed stream is copied to a nameless temporary file up to this size,
     since it cannot be read from front to back."""

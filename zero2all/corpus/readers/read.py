@@ -12,6 +12,7 @@ from typing import BinaryIO, cast
 from zero2all.corpus.listing import CODE_SUFFIXES, open_input
 from zero2all.corpus.readers import archives
 from zero2all.corpus.readers.archives import ArchiveMember
+from zero2all.corpus.readers.chats import conversations
 from zero2all.corpus.readers.encodings import Transcoded, newline_of
 from zero2all.corpus.readers.items import (
     FINISHED,
@@ -62,6 +63,9 @@ def read_unit(
     members that hold nothing to read, between the items they stand between. A reader never raises for bad content: it
     yields `Damaged` and goes on.
     """
+    if limits.chats:
+        yield from _chats(unit, limits, on_bytes, resume_at, on_skip)
+        return
     progress = UnitProgress(on_bytes, unit.raw_bytes)
     if unit.format not in NOT_READ and resume_at != [FINISHED]:
         try:
@@ -72,6 +76,22 @@ def read_unit(
             origin = ItemOrigin(unit.file.name, "", unit.format)
             yield origin.damaged(0, 0, "read_error", first_line_of(error), unit.raw_bytes).to_the_end()
     progress.finish()
+
+
+def _chats(
+    unit: Unit, limits: ReaderLimits, on_bytes: OnBytes, resume_at: Cursor | None, on_skip: OnSkip | None
+) -> Items:
+    """The unit with messages joined; always read from its beginning, since a conversation may begin anywhere."""
+    is_new = resume_at is None
+
+    def skip(reason: str, name: str) -> None:
+        if is_new and on_skip is not None:
+            on_skip(reason, name)
+
+    for item in conversations(read_unit(unit, replace(limits, chats=False), on_bytes, None, skip)):
+        if is_new:
+            yield item
+        is_new = is_new or item.cursor == resume_at
 
 
 class _UnitReader:
