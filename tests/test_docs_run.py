@@ -27,7 +27,7 @@ READS = (
     *("runs", "generate", "export"),
 )
 """Verbs that read a workspace, in seconds."""
-MADE_BY_OTHERS = ("--prompts", "--source", "--config")
+MADE_BY_OTHERS = ("--prompts", "--source", "--config", "--adapter")
 """Flags with which a command needs files that the small workspace does not have."""
 SMALL_RUN = "tiny"
 NEEDS_WORKSPACE = "is not a workspace"

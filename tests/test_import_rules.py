@@ -64,8 +64,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
     "finetune": (
-        *("corpus", "packed", "tokenizer", "model.lora", "infer.load", "train", "exchange", "config"),
-        "resilience.heartbeat",
+        *("corpus", "packed", "tokenizer", "model", "infer", "evals.sandbox", "parallel.parameter_table"),
+        *("train", "exchange", "config", "resilience.heartbeat"),
     ),
     # on top of everything
     "predict": (*STAGES, "ops", "parallel", "estimate"),

@@ -119,6 +119,6 @@ def test_what_is_calculated(words, z2a, tmp_path, monkeypatch):
 
 def test_names_in_a_list_and_commands_in_an_error_are_not_translated(z2a, copy, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"/foo\n")))
-    assert "reset, tokens, template, frame" in z2a("chat", "tiny", "--work", copy).err
+    assert "reset, tokens, thinking, template, frame" in z2a("chat", "tiny", "--work", copy).err
     for words in ("runs extra", "generate --temperature hot"):
         assert f"`z2a {words.split()[0]} --help`" in z2a(*words.split()).err

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tests.finetune.test_finetune_data import lines
 from tests.train.ranks import RankStarter
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.config.finetune import PAIRS
 from zero2all.finetune.data import DataOptions, pack_conversations
 from zero2all.finetune.dpo import prepare_dpo
 from zero2all.finetune.objectives import objective_of
@@ -247,7 +248,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_pair_of_which_only_the_answers_count(trained_workspace, tmp_path, form):
     path = lines(tmp_path / "pairs.jsonl", [FORMS[form]])
-    options = DataOptions(64, 0.0, pairs=True)
+    options = DataOptions(64, 0.0, PAIRS)
     report = pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", options)
     assert (report["read"], report["kept"]) == (1, 1)
     tokenizer, found = load_tokenizer(trained_workspace.tokenizer), documents(tmp_path / "out")
@@ -261,7 +262,7 @@ def test_every_form_gives_the_same_pair_of_which_only_the_answers_count(trained_
 def test_earlier_answers_and_a_common_beginning_belong_to_the_prompt(trained_workspace, tmp_path):
     row = {"chosen": messages("q", "a", "r", "yes"), "rejected": messages("q", "a", "r", "no"), "system": "be kind"}
     path = lines(tmp_path / "pairs.jsonl", [row])
-    pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", DataOptions(128, 0.0, pairs=True))
+    pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", DataOptions(128, 0.0, PAIRS))
     tokenizer = load_tokenizer(trained_workspace.tokenizer)
     said = [tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in documents(tmp_path / "out")]
     assert said == ["yes", "no"]
@@ -279,7 +280,7 @@ def test_bad_pairs_are_counted_named_and_the_rest_goes_on(trained_workspace, tmp
         "duplicate": pair(1),
     }
     path = lines(tmp_path / "pairs.jsonl", [pair(1), *bad.values(), pair(2)])
-    report = pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", DataOptions(64, 0.0, pairs=True))
+    report = pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", DataOptions(64, 0.0, PAIRS))
     assert report["left_out"] == dict.fromkeys(bad, 1)
     assert (report["read"], report["kept"]) == (len(bad) + 2, 2)
     named = [json.loads(line) for line in (tmp_path / "out/left_out.jsonl").read_text().splitlines()]
@@ -291,12 +292,12 @@ def test_bad_pairs_are_counted_named_and_the_rest_goes_on(trained_workspace, tmp
 def test_a_template_that_drops_the_prompt_is_named_and_what_is_held_out_follows_the_prompt(work, tmp_path):
     rows = [{**pair(n % 20), "chosen": f"a {n}"} for n in range(100)]
     folder, path = tmp_path / "out", lines(tmp_path / "pairs.jsonl", rows)
-    pack_conversations([path], work.tokenizer, folder, DataOptions(128, 0.3, pairs=True))
+    pack_conversations([path], work.tokenizer, folder, DataOptions(128, 0.3, PAIRS))
     prompts = [{bytes(ids[mask == 0]) for ids, mask in documents(folder, split)} for split in ("train", "valid")]
     assert not prompts[0] & prompts[1]
     assert len(prompts[0] | prompts[1]) == 20
     (work.tokenizer / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(BadInputError, match="template 100"):
-        pack_conversations([path], work.tokenizer, folder, DataOptions(128, 0.3, pairs=True))
+        pack_conversations([path], work.tokenizer, folder, DataOptions(128, 0.3, PAIRS))
     first = json.loads((folder / "left_out.jsonl").read_text().splitlines()[0])
     assert (first["place"], first["detail"]) == ("byte 0", "The template leaves out what message 1 says.")

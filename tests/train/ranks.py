@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tests.ports import free_port
 from tests.processes import Program, WarmProcess
 
@@ -177,7 +179,7 @@ def _record_steps(
             batch = replace(batch, tokens=(batch.tokens * 31 + places * places) % 300)
         pending = train_step(state, batch, *rest)
         result = pending.result()
-        real = zip(batch.sources[: batch.samples].tolist(), batch.tokens[: batch.samples].numpy(), strict=True)
+        real = zip(batch.sources[: batch.samples].tolist(), np.asarray(batch.tokens[: batch.samples]), strict=True)
         record = StepRecord(
             step=result.step,
             first_token=batch.first_token,

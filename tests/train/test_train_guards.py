@@ -518,7 +518,9 @@ def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work
     assert "Updates skipped in a row: 3" in message
     assert "The weights are those of step 5" in message
     (line,) = [line for line in out.splitlines() if line.startswith("step 6 is not finite")]
-    assert line.endswith(f"skipped. {work.run('run')}/incidents/6-nonfinite.html shows the documents and what to try.")
+    assert line.endswith(
+        f"was refused. {work.run('run')}/incidents/6-nonfinite.html shows the documents and what to try."
+    )
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
 
 

@@ -1,8 +1,9 @@
-"""`z2a sft` and `z2a dpo`: teach a model to answer, and which answers are better."""
+"""`z2a sft`, `z2a dpo`, `z2a rl`: teach a model to answer, which answers are better, and what earns a reward."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import verb
@@ -84,13 +85,69 @@ def _dpo(arguments: argparse.Namespace) -> int:
     return _begin(arguments, prepared)
 
 
+@verb("""
+    rl: let a model try, and teach it what earned a reward (reinforcement learning, GRPO)
+
+    model MODEL                   run of the workspace, such as one of `z2a sft`, or Hugging Face folder
+    --work
+    --data+ PATH:path             files or folders of prompts: prompt or messages, with `answer` (or `tests`) beside it;
+        JSON, JSONL, CSV or parquet
+    --arithmetic DIGITS           ask for sums of numbers with so many digits, such as 3 or 2-4
+    --reward+ NAME[=WEIGHT]       what is rewarded: exact, number, format, code, calls, or FILE.py:FUNCTION, which gets
+        the answer and its row (default: exact; with --arithmetic number). An answer is right where the first one is 1
+    --tools+ NAME                 functions that are run where an answer calls them: calculator
+    --name NAME                   name of the new run (default: MODEL-rl)
+    --steps N:int>=2 =200         steps, each with answers of its own (default 200)
+    --prompts N:int>=1            prompts of a step (default 16)
+    --answers N:int>=2            answers to each prompt (default 8)
+    --max-new-tokens N:int>=1     tokens of an answer (default 256)
+    --lr X:float>0                highest learning rate, of AdamW (default: by size, from 1e-4 to 1e-6)
+    --seq-len N:int>=2            tokens of a prompt with its answer; longer prompts are left out (default: the base
+        run's)
+    --valid-share X:float>=0..0.5 =0.02  share of the prompts that is held out (default 0.02)
+    --step
+    --prepare                     write the run and stop; `z2a train` begins it
+    --section.field
+
+    z2a rl my-run-sft --arithmetic 3 --work my-workspace
+    z2a rl my-run-sft --data prompts.jsonl --reward number=1 calls=-0.1 --tools calculator --work my-workspace
+    z2a rl my-run-sft --data prompts.jsonl --reward mine.py:score --work my-workspace
+    """)
+def _rl(arguments: argparse.Namespace) -> int:
+    from zero2all.common.errors import UsageError
+    from zero2all.common.workspace import Workspace
+    from zero2all.finetune.rl import RlOptions, digits_of, prepare_rl
+
+    arithmetic = None if arguments.arithmetic is None else digits_of(arguments.arithmetic)
+    if arithmetic is None and not arguments.data:
+        raise UsageError("There is nothing to ask. Name files of prompts with --data, or --arithmetic DIGITS.")
+    rewards: dict[str, float] = {}
+    for word in arguments.reward or (["number"] if arithmetic else []):
+        name, mark, weight = word.rpartition("=")
+        try:
+            rewards[name if mark else word] = float(weight) if mark else 1.0
+        except ValueError:
+            raise UsageError(f"--reward {word}: {weight!r} is no number. Write NAME or NAME=WEIGHT.") from None
+    names = ("prompts", "answers", "max_new_tokens", "tools")
+    asked = {name: value for name in names if (value := getattr(arguments, name))} | (
+        {"rewards": rewards} if rewards else {}
+    )
+    given = {**_given(arguments, "rl"), "data": arguments.data or []}
+    given["overrides"] = [
+        *(f"--finetune.grpo.{name}={json.dumps(value)}" for name, value in asked.items()),
+        *given["overrides"],
+    ]
+    options = RlOptions(**given, steps=arguments.steps, arithmetic=arithmetic)
+    return _begin(arguments, prepare_rl(arguments.model, Workspace(arguments.work), options))
+
+
 def _given(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     """The options that every way of fine-tuning has."""
     from pathlib import Path
 
     names = ("data", "epochs", "lr", "seq_len", "valid_share", "step", "overrides")
     name = arguments.name or f"{Path(arguments.model).expanduser().resolve().name}-{method}"
-    return {"name": name, **{each: getattr(arguments, each) for each in names}}
+    return {"name": name, **{each: getattr(arguments, each) for each in names if hasattr(arguments, each)}}
 
 
 def _begin(arguments: argparse.Namespace, prepared: PreparedRun) -> int:
@@ -99,17 +156,23 @@ def _begin(arguments: argparse.Namespace, prepared: PreparedRun) -> int:
     forms = ", ".join(f"{form} {count:,}" for form, count in report["forms"].items())
     if config.finetune.method == "dpo":
         tell(f"pairs: {report['kept']:,} of {report['read']:,} ({forms})")
+    elif config.finetune.method == "grpo":
+        tell(f"prompts: {report['kept']:,} of {report['read']:,} ({forms})")
     else:
         tell(f"conversations: {report['kept']:,} of {report['read']:,} ({forms})")
     for reason, count in list(report["left_out"].items())[:SHOWN_REASONS]:
         say(f"left out: {count:,} {reason}, such as {report['examples'][reason]}")
     learned, tokens = report["learned_tokens"]["train"], report["tokens"]["train"]
     rows = report["rows"]["train"]
-    tell(f"{tokens:,} tokens in {rows:,} rows of {config.data.seq_len:,}; {learned / tokens:.0%} of them are learned")
+    if learned:
+        tell(
+            f"{tokens:,} tokens in {rows:,} rows of {config.data.seq_len:,}; {learned / tokens:.0%} of them are learned"
+        )
     command = ["train", str(prepared.run / "config.yaml"), "--work", str(arguments.work)]
     if arguments.prepare:
         tell(f"{prepared.run}: ready at step 0. Look at the first row, then train:")
-        print(f"  z2a data show --at 0 --config {prepared.run} --work {arguments.work}")
+        if learned:
+            print(f"  z2a data show --at 0 --config {prepared.run} --work {arguments.work}")
         print(f"  z2a {' '.join(command)}")
         return 0
     tell(f"{prepared.run}: {config.train.steps:,} steps, learning rate {config.optim.lr_max:g}")

@@ -52,7 +52,7 @@ MODULES = {
     **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
     **{"chaos": "train", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
-    **{"export": "exchange", "import": "exchange", "sft": "finetune", "dpo": "finetune"},
+    **{"export": "exchange", "import": "exchange", "sft": "finetune", "dpo": "finetune", "rl": "finetune"},
     **{"perf": "perf", "doctor": "doctor"},
 }
 """The first words of the command line, in the order of the help, and the file of each: only that one is imported."""

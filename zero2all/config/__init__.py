@@ -358,7 +358,7 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
             found.append(Problem("data.seq_len", config.data.seq_len, f"at most model.max_seq_len ({limit})"))
     if sound("finetune", "model", "optim", "parallel", "diloco") and config.finetune.lora.rank:
         found.extend(_lora_problems(config))
-    if sound("finetune", "model", "train", "diloco"):
+    if sound("finetune", "model", "train", "diloco", "parallel"):
         found.extend(_objective_problems(config))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
@@ -384,6 +384,12 @@ def _objective_problems(config: RunConfig) -> list[Problem]:
     found = [Problem(name, value, f"0 with finetune.method {method}") for name, value in must_be_zero.items() if value]
     if config.diloco.groups:
         found.append(Problem("diloco.groups", config.diloco.groups, f"none with finetune.method {method}"))
+    if method == "grpo":  # every process draws answers with the whole model
+        layout = {name: getattr(config.parallel, name) for name in ("pipeline", "context", "tensor", "expert")}
+        expected = "1 with finetune.method grpo: answers are drawn with a whole model in every process"
+        found += [Problem(f"parallel.{name}", value, expected) for name, value in layout.items() if value != 1]
+        if config.parallel.zero == 3:
+            found.append(Problem("parallel.zero", 3, "0 to 2 with finetune.method grpo, for the same reason"))
     return found
 
 

@@ -12,11 +12,13 @@ Files are read by the corpus's readers, whatever their format. Left out are rows
 the text alone, so that it stays the same when data is added.
 
 Pair i is documents 2 i (chosen) and 2 i + 1 (rejected), which stand in one row; only its answers count in the loss.
+Of prompts nothing counts; line i of `records.<split>.jsonl` is what rewards know of prompt i.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +35,7 @@ from zero2all.common.files import read_json, staged_folder, sweep_partials, writ
 from zero2all.common.manifest import fingerprint, is_current, write_manifest
 from zero2all.common.progress import progress
 from zero2all.common.records import SPLITS
-from zero2all.config.finetune import PAIRS
+from zero2all.config.finetune import PAIRS, PROMPTS
 from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
 from zero2all.corpus.readers.chats import log_key
@@ -45,6 +47,8 @@ from zero2all.finetune.dialogues import (
     log_dialogue,
     pair_form,
     pair_of,
+    prompt_form,
+    prompt_of,
     texts_of,
 )
 from zero2all.packed.bestfit import build_best_fit
@@ -60,7 +64,7 @@ RULES = 1
 """Raise it when the same files would give other tokens."""
 SOURCE = "chat"
 """What the packed conversations are called, as a source and as a channel."""
-REPORT_NAME, LEFT_OUT_NAME = "conversations.json", "left_out.jsonl"
+REPORT_NAME, LEFT_OUT_NAME, RECORDS = "conversations.json", "left_out.jsonl", "records"
 BATCH = 256
 PLACES = 1 << 16
 
@@ -72,13 +76,28 @@ class DataOptions:
     seq_len: int
     valid_share: float = 0.02
     """Share of the conversations that is held out; of pairs, of the prompts."""
-    pairs: bool = False
-    """Pairs of answers; each may take half of a row, with its prompt."""
+    source: str = SOURCE
+    """The name of what is packed: SOURCE, PAIRS or PROMPTS. Of a pair each answer may take half of a row, with its
+    prompt."""
+    reserved: int = 0
+    """Tokens of a row that are kept free for an answer."""
+    needs: Sequence[str] = ()
+    """What the record of a prompt must have."""
 
     @property
-    def source(self) -> str:
-        """The name of what is packed."""
-        return PAIRS if self.pairs else SOURCE
+    def pairs(self) -> bool:
+        """Whether these are pairs of answers."""
+        return self.source == PAIRS
+
+    @property
+    def room(self) -> int:
+        """Tokens that a conversation, an answer of a pair or a prompt may have."""
+        return self.seq_len // 2 if self.pairs else self.seq_len + 1 - self.reserved
+
+
+def records_name(split: str) -> str:
+    """The file with the records of the prompts of a split."""
+    return f"{RECORDS}.{split}.jsonl"
 
 
 @dataclass
@@ -117,7 +136,8 @@ def inputs_of(paths: Sequence[Path], tokenizer_folder: Path, options: DataOption
     tokenizer = load_tokenizer(tokenizer_folder)
     stamps = [[file.name, file.size_bytes, file.mtime_ns] for file in _files(paths)]
     template = chat_of(tokenizer_folder, tokenizer)
-    return fingerprint([RULES, stamps, tokenizer.fingerprint, template.source, options.seq_len, options.valid_share])
+    chosen = [options.seq_len, options.valid_share, options.source, options.reserved, *options.needs]
+    return fingerprint([RULES, stamps, tokenizer.fingerprint, template.source, *chosen])
 
 
 def _files(paths: Sequence[Path]) -> list[InputFile]:
@@ -140,7 +160,7 @@ def _packed(
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     with open(folder / LEFT_OUT_NAME, "wb") as left_out, _Writers(work, template, options, counts) as writers:
-        for file, item in _samples(_files(paths), counts, options.pairs):
+        for file, item in _samples(_files(paths), counts, options):
             writers.add(item, file, left_out)
         writers.flush(left_out)
     if not counts.kept:
@@ -151,6 +171,8 @@ def _packed(
         )
     written = _Written(folder, options.source, 2 if options.pairs else 1, tokenizer, inputs)
     manifests = [written.split(split, writers.totals[split], work) for split in SPLITS]
+    for split in SPLITS if options.source == PROMPTS else ():
+        (work / split / RECORDS).replace(folder / records_name(split))
     shutil.rmtree(work)
     rows = {}
     for split in SPLITS:
@@ -184,10 +206,14 @@ class _Item:
     detail: str = ""
 
 
-def _samples(files: Sequence[Any], counts: _Counts, pairs: bool) -> Iterator[tuple[str, _Item]]:
-    """Every conversation, or pair, of every file, or why a row is none."""
-    limits, shape = ReaderLimits(), pair_form if pairs else form_of
-    read = pair_of if pairs else lambda fields, form: Sample((dialogue_of(fields, form),))
+def _samples(files: Sequence[Any], counts: _Counts, options: DataOptions) -> Iterator[tuple[str, _Item]]:
+    """Every conversation, pair or prompt of every file, or why a row is none."""
+    limits = ReaderLimits()
+    shape, read = {
+        SOURCE: (form_of, lambda fields, form: Sample((dialogue_of(fields, form),))),
+        PAIRS: (pair_form, pair_of),
+        PROMPTS: (prompt_form, lambda fields, form: prompt_of(fields, form, options.needs)),
+    }[options.source]
     with progress("conversations", total=sum(file.size_bytes for file in files), unit="B") as bar:
         for file in files:
             log: dict[Any, list[RawRow]] = {}
@@ -246,7 +272,7 @@ class _Writers:
     def __enter__(self) -> _Writers:
         for split in SPLITS:
             (self._work / split).mkdir()
-            for name in (TOKENS, LENGTHS, COUNTS):
+            for name in (TOKENS, LENGTHS, COUNTS, RECORDS):
                 self._files[split, name] = open(self._work / split / name, "wb")
         return self
 
@@ -261,7 +287,7 @@ class _Writers:
             self._leave_out(left_out, file, item.place, item.reason, item.detail)
             return
         try:
-            parts = [_learned(self.template.parts(each), each, item.sample) for each in item.sample.dialogues]
+            parts = [self._parts(each, item.sample) for each in item.sample.dialogues]
         except TemplateError as error:
             self._leave_out(left_out, file, item.place, "template", str(error))
             return
@@ -275,6 +301,11 @@ class _Writers:
         self._waiting.append((SPLITS[is_valid], file, item.place, item.sample, parts))
         if len(self._waiting) >= BATCH:
             self.flush(left_out)
+
+    def _parts(self, dialogue: Dialogue, sample: Sample) -> list[ChatPart]:
+        if sample.record is not None:
+            return self.template.prompt_parts(dialogue)
+        return _learned(self.template.parts(dialogue), dialogue, sample)
 
     def flush(self, left_out: IO[bytes]) -> None:
         """Encode and write what waits."""
@@ -303,12 +334,15 @@ class _Writers:
                 totals["max_id"] = max(totals["max_id"], int(tokens.max()))
             said = (text for each in sample.dialogues for text in texts_of(each))
             totals["text_bytes"] += sum(len(text.encode("utf-8", "replace")) for text in said)
+            if sample.record is not None:
+                line = json.dumps(sample.record, default=str, ensure_ascii=False)  # parquet has dates and bytes
+                self._files[split, RECORDS].write(line.encode("utf-8", "replace") + b"\n")
             self.counts.kept += 1
         self._waiting.clear()
 
     def _problem(self, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[str, str] | None:
         """Why a conversation or a pair cannot be packed, as reason and detail."""
-        room = self.options.seq_len // 2 if self.options.pairs else self.options.seq_len + 1
+        room = self.options.room
         longest = max(len(tokens) for tokens, _ in documents)
         if longest > room:
             return "too_long", f"{longest:,} tokens; a row has room for {room:,}"

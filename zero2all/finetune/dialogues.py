@@ -12,6 +12,9 @@ Pairs of a chosen and a rejected answer to the same prompt:
     context       {"conversations" or "messages": […], "chosen", "rejected"}, each a message or a text
     conversation  {"chosen": [messages], "rejected": [messages]}: the prompt is what both begin with, in whole messages
 
+Prompts whose answers are judged by a reward: a conversation without its last answer, or one of the keys of a question;
+what stands beside it (`answer`, `ground_truth`, `tests`, …) is the record that the reward is given.
+
 Which form a row has is seen from its keys. Roles are never put into another order: a row whose roles are out of order,
 or which has nothing to learn, is refused with the reason.
 """
@@ -38,6 +41,8 @@ FOLLOWS = {
 """Which roles may follow a role; None: the beginning."""
 ASK_KEYS = ("prompt", "instruction", "question", "query")
 PAIR_KEYS = ("chosen", "rejected")
+GOLD_KEYS = ("answer", "ground_truth", "gt", "solution", "target", "label", "completion", "output", "response")
+"""Under which a row with a prompt has the right answer."""
 INSTRUCTION_KEYS = (("instruction", "output"), ("question", "answer"), ("query", "response"), ("prompt", "response"))
 
 
@@ -56,6 +61,8 @@ class Sample(NamedTuple):
     dialogues: tuple[Dialogue, ...]
     prompt: int = 0
     """How many messages of it are not learned, whoever wrote them."""
+    record: Mapping[str, Any] | None = None
+    """What stands beside a prompt."""
 
 
 def form_of(fields: Mapping[str, Any]) -> str:
@@ -118,7 +125,40 @@ def pair_of(fields: Mapping[str, Any], form: str) -> Sample:
     return Sample(tuple(pair), len(shared) + len(pair[0].messages) - len(whole[0]))
 
 
+def prompt_form(fields: Mapping[str, Any]) -> str:
+    """Which form a prompt has: messages, prompt; empty where the row is none."""
+    if any(isinstance(_parsed(fields.get(name)), list) for name in LISTS):
+        return "messages"
+    return "prompt" if any(key in fields for key in ASK_KEYS) else ""
+
+
+def prompt_of(fields: Mapping[str, Any], form: str, needs: Sequence[str] = ()) -> Sample:
+    """The prompt in a row, with its record: the other fields, `prompt` (the last message) and, where it is known, the
+    right `answer`. RowError where there is no prompt, or its record lacks one of `needs`."""
+    if not form:
+        raise RowError("no_prompt", f"fields: {', '.join(map(str, fields))}")
+    messages = _from_list(fields) if form == "messages" else _asked(fields)
+    record = {str(key): value for key, value in fields.items() if key not in (*LISTS, *ASK_KEYS, "tools")}
+    gold = next((fields[key] for key in GOLD_KEYS if fields.get(key) is not None), None)
+    while messages and messages[-1].role == LEARNED_ROLE:  # the answer that a set for SFT has
+        gold = gold if gold is not None else messages[-1].text or None
+        messages.pop()
+    dialogue = _beside(messages, fields, form != "messages")
+    in_order(dialogue)
+    record |= {"prompt": messages[-1].text if messages else ""} | ({} if gold is None else {"answer": gold})
+    if not messages:
+        raise RowError("no_prompt", "there is no message to answer")
+    if missing := [name for name in needs if record.get(name) is None]:
+        raise RowError(f"no_{missing[0]}", f"fields: {', '.join(map(str, fields))}")
+    return Sample((dialogue,), len(messages), record)
+
+
 def _dialogue(messages: list[Message], fields: Mapping[str, Any], with_system: bool) -> Dialogue:
+    """A conversation to learn from, with what stands beside it."""
+    return checked(_beside(messages, fields, with_system))
+
+
+def _beside(messages: list[Message], fields: Mapping[str, Any], with_system: bool) -> Dialogue:
     """The conversation with what stands beside it."""
     if with_system and isinstance(system := fields.get("system"), str) and system.strip():
         messages = [Message("system", system), *messages]
@@ -127,7 +167,7 @@ def _dialogue(messages: list[Message], fields: Mapping[str, Any], with_system: b
         raise RowError("tools_not_understood", f"`tools` is {str(tools)[:80]!r}, expected a list of objects")
     options = fields.get("chat_template_kwargs")
     thinking = options.get("enable_thinking") if isinstance(options, Mapping) else None
-    return checked(Dialogue(messages, [without_nulls(tool) for tool in tools], thinking))
+    return Dialogue(messages, [without_nulls(tool) for tool in tools], thinking)
 
 
 def log_dialogue(rows: Sequence[Mapping[str, Any]]) -> Dialogue:
@@ -137,12 +177,8 @@ def log_dialogue(rows: Sequence[Mapping[str, Any]]) -> Dialogue:
 
 def checked(dialogue: Dialogue) -> Dialogue:
     """The dialogue, unless its roles are out of order or there is nothing to learn from it."""
+    in_order(dialogue)
     messages = dialogue.messages
-    for number, (before, role) in enumerate(pairwise([None, *(message.role for message in messages)]), 1):
-        if role not in FOLLOWS[before] or (
-            role == "tool" and before == LEARNED_ROLE and not messages[number - 2].calls
-        ):
-            raise RowError("roles_out_of_order", f"message {number} is of {role}, after {before or 'nothing'}")
     answers = [message for message in messages if message.role == LEARNED_ROLE]
     if not answers:
         raise RowError("no_assistant_turn", f"roles: {', '.join(message.role for message in messages)}")
@@ -150,6 +186,16 @@ def checked(dialogue: Dialogue) -> Dialogue:
     if empty is not None:
         raise RowError("empty_answer", f"answer {empty} of {len(answers)}")
     return dialogue
+
+
+def in_order(dialogue: Dialogue) -> None:
+    """RowError where the roles are out of order."""
+    messages = dialogue.messages
+    for number, (before, role) in enumerate(pairwise([None, *(message.role for message in messages)]), 1):
+        if role not in FOLLOWS[before] or (
+            role == "tool" and before == LEARNED_ROLE and not messages[number - 2].calls
+        ):
+            raise RowError("roles_out_of_order", f"message {number} is of {role}, after {before or 'nothing'}")
 
 
 # ---- forms ----------------------------------------------------------------------------------------------------

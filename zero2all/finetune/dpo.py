@@ -27,7 +27,7 @@ def prepare_dpo(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     known, values = loaded.config, config_values(loaded.config)
     seq_len = 2 * (options.seq_len or min(known.data.seq_len, known.model.max_seq_len))
     folder = (workspace.root / FOLDER / options.name).resolve()
-    data = DataOptions(seq_len, options.valid_share, pairs=True)
+    data = DataOptions(seq_len, options.valid_share, PAIRS)
     report = packed_for(loaded, workspace, options, folder, data)
     changes: dict[str, dict[str, Any]] = {
         **run_length(options.name, known, report["rows"]["train"] * options.epochs, seq_len),

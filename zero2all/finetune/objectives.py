@@ -15,6 +15,10 @@ def objective_of(context: RunContext) -> Objective | None:
         from zero2all.finetune.preference import Preference
 
         return Preference(context)
+    if method == "grpo":
+        from zero2all.finetune.grpo import PolicyGradient
+
+        return PolicyGradient(context)
     if method in OBJECTIVES:
         raise UsageError(f"finetune.method {method} is not there yet.")
     return None

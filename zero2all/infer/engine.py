@@ -85,7 +85,7 @@ class Engine:
         settings = settings or EngineSettings()
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
-        weights = weights_of(loaded.model)
+        self._model, weights = loaded.model, weights_of(loaded.model)
         if settings.int8:
             weights = quantise(weights)
             if settings.owns_model:
@@ -166,6 +166,17 @@ class Engine:
         self._seen.clear()
         self._launched = self._picker = None
         self.pool = BlockPool(self.pool.total + 1)
+
+    def refresh(self) -> None:
+        """Take up the values that the model's weights have now; what was computed with the old ones is forgotten. Not
+        for an engine in 8 bits."""
+        self.reset()
+        old, weights = self.forward.weights, weights_of(self._model)
+        if self.device.type == "cuda":  # recorded graphs read the tensors that they have
+            old.embedding.copy_(weights.embedding)
+        else:
+            can_pack = self.max_batch > 1
+            self.forward.weights = packed_for_cpu(weights, available_memory()) if can_pack else weights
 
     def run(self, requests: Iterable[Request]) -> Iterator[Job]:
         """All of `requests`, each when it is done."""
@@ -540,6 +551,8 @@ class Engine:
             grown.append(row)
             row.first_token = row.first_token or now
             if token in ends or token in row.request.end_ids:
+                if numbers is not None:
+                    row.ending = ChosenToken(token, numbers[0][number])
                 self._end(row, "stop")
                 continue
             tail, is_of_prompt = b"", False

@@ -66,6 +66,8 @@ class Job:
     bytes_before: list[int] = field(default_factory=list)
     """For each new token, how many of its bytes belong to the prompt."""
     choices: list[ChosenToken] = field(default_factory=list)
+    ending: ChosenToken | None = None
+    """The token that ended the text, which is not in `new_ids`, where log probabilities were asked for."""
     scores: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     """For each scored token, how many ids are likelier at its place."""

@@ -117,6 +117,14 @@ class ChatTemplate:
         parts = list(self._parts(text, mark))
         return parts if self._has_tag else _with_ends(parts)
 
+    def prompt_parts(self, dialogue: Dialogue) -> list[ChatPart]:
+        """A conversation up to where the assistant is to write; nothing of it counts. TemplateError as in `parts`."""
+        if dropped := self._dropped_messages(dialogue):
+            raise TemplateError(f"The template leaves out what message {dropped[0] + 1} says.")
+        mark, values = self._without_names(_values(dialogue))
+        text = self._text(values, ask=True, today=TEMPLATE_DAY)
+        return [part._replace(counts=False) for part in self._parts(text, mark)]
+
     def text(self, dialogue: Dialogue) -> str:
         """A conversation as text. Equal to Hugging Face's."""
         return "".join(part.text for part in self.parts(dialogue))

@@ -40,9 +40,9 @@ def open_valid_splits(packed: Path, sources: Sequence[str]) -> list[PackedSplit]
 
 
 def valid_sources(packed: Path, config: RunConfig) -> list[str]:
-    """The sources of a run, of any stage: those whose held-out text is scored. Held-out pairs are not text: what is
-    measured on them belongs to the objective."""
-    if config.finetune.method == "dpo":
+    """The sources of a run, of any stage: those whose held-out text is scored. Held-out pairs and prompts are no text:
+    what is measured on them belongs to the objective."""
+    if config.finetune.method in ("dpo", "grpo"):
         return []
     mixtures = [config.data.mixture, *(stage.mixture or config.data.mixture for stage in config.stages)]
     return [

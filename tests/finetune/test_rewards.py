@@ -1,0 +1,87 @@
+"""Rewards judge by rules or by a function of the user, which may fail in any way without ending the run."""
+
+import time
+
+import pytest
+
+from zero2all.common.errors import UsageError
+from zero2all.config.finetune import GrpoConfig
+from zero2all.finetune.rewards import JudgedAnswer, Rewards
+
+
+def judged(name, text, calls=0, **record):
+    rewards = Rewards(GrpoConfig(rewards={name: 1.0}, format=r"<b>\d+</b>.*"))
+    return rewards.values([JudgedAnswer(text, text, calls, record)])[0][name]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "record", "value"),
+    [
+        ("exact", " yes\n", {"answer": "yes"}, 1),
+        ("exact", "yes!", {"answer": "yes"}, 0),
+        ("exact", "7", {"answer": 7}, 1),
+        ("number", "so it is 1,000.0.", {"answer": "1000"}, 1),
+        ("number", "12 or 13", {"answer": "we have 6 x 2 = <<6*2=12>>12\n#### 12"}, 0),
+        ("number", "it costs $18", {"answer": "18.00"}, 1),
+        ("number", "-1/3", {"answer": "-2/6"}, 1),
+        ("number", "1/0", {"answer": "3"}, 0),
+        ("number", "none", {"answer": "3"}, 0),
+        ("format", "<b>12</b> and\nmore", {}, 1),
+        ("format", " <b>12</b>", {}, 0),
+        ("code", "Here:\n```python\ndef f(x):\n    return x + 1\n```", {"tests": "assert f(1) == 2"}, 1),
+        ("code", "def f(x): return x", {"tests": "assert f(1) == 2"}, 0),
+    ],
+)
+def test_rules(name, text, record, value):
+    assert judged(name, text, **record) == value
+
+
+def test_calls_have_a_price_and_the_first_reward_says_what_is_right():
+    rewards = Rewards(GrpoConfig(rewards={"exact": 1.0, "calls": -0.25}))
+    values = rewards.values([JudgedAnswer("yes", "yes", 2, {"answer": "yes"})])[0]
+    assert rewards.total(values) == 0.5
+    assert rewards.is_right(values)
+
+
+MINE = """
+import os, subprocess, sys, time
+started = subprocess.Popen(["sleep", "600"])
+def score(answer, record):
+    print("to stderr, not into the protocol")
+    if answer == "raise": raise RuntimeError("I cannot")
+    if answer == "hang": time.sleep(600)
+    if answer == "nan": return float("nan")
+    if answer == "text": return "much"
+    if answer == "die": os._exit(3)
+    if answer == "unknown": return None
+    return len(answer) + record["more"] + record["calls"]
+"""
+
+
+def test_a_function_that_raises_hangs_or_dies_leaves_answers_out_and_goes_on(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    rewards = Rewards(GrpoConfig(rewards={f"{tmp_path}/mine.py:score": 1.0}, reward_seconds=1.0))
+    started = time.monotonic()
+    words = ["ab", "raise", "abc", "hang", "nan", "text", "die", "unknown", "abcd"]
+    values = rewards.values([JudgedAnswer(word, word, 1, {"more": 10}) for word in words])
+    assert [next(iter(each.values())) for each in values] == [13, None, 14, None, None, None, None, None, 15]
+    said = "\n".join(rewards.failures)
+    for reason in ("RuntimeError: I cannot", "longer than 1 s", "the value is nan", "ValueError", "has ended"):
+        assert reason in said
+    assert time.monotonic() - started < 30, "a process that hangs is killed"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("{}/mine.py:score", "import nothing_of_this_name", "ModuleNotFoundError"),
+        ("{}/mine.py:score", "def other(): pass", "AttributeError"),
+        ("{}/none.py:score", "", "There is no file"),
+        ("exakt", "", "There is no reward 'exakt'. Expected: exact, number, code, calls, format, or FILE.py:FUNCTION"),
+        ("format", "", "needs finetune.grpo.format"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_named(tmp_path, name, text, said):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        Rewards(GrpoConfig(rewards={name.format(tmp_path): 1.0})).values([JudgedAnswer("a", "a", 0, {})])

@@ -1,0 +1,288 @@
+"""Reinforcement learning on rewards: the objective of `z2a rl`.
+
+Of the G answers to a prompt, with rewards r_i, the advantage of answer i is A_i = (r_i - mean r) / (std r + 1e-4); of
+dr_grpo r_i - mean r. With rho_t = pi(token) / pi(token when it was drawn), the loss of a token is
+
+    dapo, grpo, dr_grpo    -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+    cispo                  -min(rho, clip_high) A log pi, the factor held constant
+
+averaged over all tokens of the step (dapo, cispo), over the tokens of each answer and then over answers (grpo), or
+divided by answers x max_new_tokens (dr_grpo). `kl_weight` adds that much of rho (e^d - d - 1), d = log ref - log pi,
+ref the model at step 0. Every step draws its own answers, so rho differs from 1 only by the rounding of two programs,
+the engine and the trainer; that is what it corrects.
+
+An answer that could not be judged counts neither in the mean of its prompt nor in the loss.
+Legend: B rows, T targets of a row.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.progress import say
+from zero2all.common.records import SPLITS
+from zero2all.config.finetune import PROMPTS, GrpoConfig
+from zero2all.finetune.data import records_name
+from zero2all.finetune.rewards import JudgedAnswer, Rewards
+from zero2all.finetune.rollout_rows import FACTS, Drawn, RolloutBatch, rollout_rows
+from zero2all.finetune.rollouts import Sampler, answer_from, answer_values
+from zero2all.infer.load import LoadedModel, empty_model, load_model
+from zero2all.model.lora import merge
+from zero2all.model.z2all import Z2all
+from zero2all.packed.loader import Batch
+from zero2all.packed.shard_format import open_split
+from zero2all.parallel.parameter_table import model_parts
+from zero2all.resilience.heartbeat import beat
+from zero2all.tokenizer.load import load_tokenizer
+from zero2all.tokenizer.template import chat_of
+from zero2all.train.context import RunContext
+from zero2all.train.objective import Scored
+from zero2all.train.state import TrainState
+
+LARGEST_LOG_RATIO = 10.0
+OF_TOKENS = ("tokens", "loss/grpo", "policy/sampler_gap", "policy/clipped_low", "policy/clipped_high", "policy/kl")
+ROWS_AT_ONCE = 8
+"""That the reference scores."""
+
+
+def policy_losses(
+    logps: Tensor, old: Tensor, advantages: Tensor, config: GrpoConfig, reference: Tensor | None = None
+) -> Tensor:
+    """The loss of each token (B, T), from log-probabilities now and when it was drawn."""
+    ratio = (logps - old).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+    if config.loss == "cispo":
+        losses = -ratio.detach().clamp(max=config.clip_high) * advantages * logps
+    else:
+        clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    if reference is not None and config.kl_weight:
+        losses = losses + config.kl_weight * ratio * divergence(logps, reference)
+    return losses
+
+
+def divergence(logps: Tensor, reference: Tensor) -> Tensor:
+    """An estimate of the KL divergence from the reference, of each token; never below 0."""
+    d = reference - logps
+    return d.exp() - d - 1
+
+
+class Prompts:
+    """The packed prompts of a split, and what rewards know of each."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self._packed = open_split(folder, PROMPTS, split)
+        shards = range(len(self._packed.docs))
+        starts = [self._packed.docs[shard].astype(np.int64) + self._packed.shard_starts[shard] for shard in shards]
+        self._borders = np.concatenate([*starts, [self._packed.tokens]])
+        with open(folder / records_name(split), encoding="utf-8") as lines:
+            self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        if len(self.records) != len(self):
+            raise BadInputError(
+                f"{folder / records_name(split)} has {len(self.records):,} lines, but there are {len(self):,} prompts. "
+                f"Delete {folder} and run `z2a rl` again."
+            )
+
+    def __len__(self) -> int:
+        return len(self._borders) - 1
+
+    def ids(self, number: int) -> list[int]:
+        """The ids of a prompt."""
+        start, end = self._borders[number : number + 2].tolist()
+        found: list[int] = self._packed.read(start, end - start).tolist()
+        return found
+
+    def of_step(self, step: int, count: int, seed: int) -> list[int]:
+        """The prompts of a step: shuffled anew each time all have been asked."""
+        places, total = np.arange(step * count, (step + 1) * count), len(self)
+        orders = {
+            epoch: np.random.default_rng([seed, epoch]).permutation(total) for epoch in set((places // total).tolist())
+        }
+        return list(dict.fromkeys(int(orders[place // total][place % total]) for place in places.tolist()))
+
+
+class PolicyGradient:
+    """The objective of a run on prompts."""
+
+    metrics: tuple[str, ...] = (*OF_TOKENS, *FACTS)
+
+    def __init__(self, context: RunContext) -> None:
+        config = context.config
+        self.context, self.config = context, config.finetune.grpo
+        if config.data.packed is None or context.checkpoint is None:
+            raise UsageError(
+                "finetune.method grpo begins with the weights of another run: `z2a rl` makes such runs, and --fresh "
+                "would draw new weights. Choose another --name, or delete the run."
+            )
+        self.rewards = Rewards(self.config)
+        self.tokenizer = load_tokenizer(context.workspace.tokenizer)
+        self.template = chat_of(context.workspace.tokenizer, self.tokenizer)
+        self.prompts = {split: Prompts(Path(config.data.packed), split) for split in SPLITS}
+        self.reference: Z2all | None = None
+        self.said: set[str] = set()
+
+    def begin(self, state: TrainState) -> None:
+        """Make the sampler; with adapters it has a model of its own, in which they are merged."""
+        config, model = self.context.config, state.model
+        if config.finetune.lora.rank:
+            model = empty_model(config.model, config.ops, self.context.world.device, model.embedding.weight.dtype)
+        loaded = LoadedModel(config.train.name, state.step, model, self.tokenizer)
+        self.sampler = Sampler(loaded, self.template, self.config, config.data.seq_len + 1)
+
+    def batches(self, state: TrainState) -> Rollouts:
+        """Rows of answers, drawn when they are asked for."""
+        return Rollouts(self, state)
+
+    # ---- answers --------------------------------------------------------------------------------------------------
+
+    def step_batch(self, state: TrainState) -> RolloutBatch:
+        """This process's rows of the next step."""
+        config, batch = self.context.config, self.context.world.mesh.batch
+        prompts = self.prompts["train"].of_step(state.step, self.config.prompts, config.train.seed)
+        drawn = self.draw(state, "train", prompts, self.config.answers)
+        place = config.batch_place(batch.rank, batch.size)
+        return rollout_rows(drawn, self.config, config.data.seq_len, place, state.tokens)
+
+    def draw(
+        self, state: TrainState, split: str, numbers: Sequence[int], answers: int, likeliest: bool = False
+    ) -> Drawn:
+        """Answers to these prompts. Each process draws and judges some; then all have all of them."""
+        world, prompts, started = self.context.world, self.prompts[split], time.perf_counter()
+        self._merge_adapters(state)
+        key = f"{self.context.config.train.seed}/{split}/{state.step}"
+        mine = {number: prompts.ids(number) for number in numbers[world.rank :: world.size]}
+        alive = partial(beat, "data", state.step)
+        found = self.sampler.draw(mine, answers, key, likeliest, alive)
+        judging = time.perf_counter()
+        judged = [JudgedAnswer(a.text, "\n".join(a.texts), a.calls, prompts.records[a.prompt]) for a in found]
+        values = self.rewards.values(judged, alive)
+        totals, right = list(map(self.rewards.total, values)), list(map(self.rewards.is_right, values))
+        seconds = (judging - started, time.perf_counter() - judging)
+        own = [*map(list, zip(map(answer_values, found), totals, right, strict=True))]
+        said = world.gather([own, seconds, sorted(self.rewards.failures)])
+        places = {number: place for place, number in enumerate(numbers)}
+        together = [(answer_from(values), *judgement) for rows, *_ in said for values, *judgement in rows]
+        together.sort(key=lambda each: places[each[0].prompt])  # the answers to a prompt stay in their order
+        slowest = [max(each) for each in zip(*(row[1] for row in said), strict=True)]
+        drawn = Drawn(*map(list, zip(*together, strict=True)), slowest)  # type: ignore[call-arg]
+        self._check_judged(drawn, [reason for *_, reasons in said for reason in reasons], state.step)
+        return drawn
+
+    def _check_judged(self, drawn: Drawn, reasons: Sequence[str], step: int) -> None:
+        """Say once why answers could not be judged; stop where none could."""
+        if all(total is None for total in drawn.totals):
+            raise BadInputError(
+                f"None of the {len(drawn.answers):,} answers of step {step:,} could be judged "
+                f"({'; '.join(reasons[:3])}). Correct the reward function, and run the same command: the run continues."
+            )
+        for reason in reasons:
+            if reason not in self.said and self.context.world.is_first:
+                say(f"warning: answers that a reward cannot judge are left out: {reason}")
+            self.said.add(reason)
+
+    def _merge_adapters(self, state: TrainState) -> None:
+        if (model := self.sampler.model) is state.model:
+            return
+        frozen, weights = model_parts(state.model), {name: each.values for name, each in model_parts(model).items()}
+        for name, values in weights.items():
+            values.copy_(frozen[name].values)
+        merge(weights, dict(state.model.named_parameters()), model.config, self.context.config.finetune.lora)
+
+    # ---- the loss -------------------------------------------------------------------------------------------------
+
+    def weights(self, scored: Scored) -> tuple[Tensor, Tensor]:
+        """The derivative of the loss by the loss of each token."""
+        batch, device, config = scored.batch, scored.nats.device, self.config
+        assert isinstance(batch, RolloutBatch), "its own batches"
+        arrays = (batch.old, batch.advantages, batch.shares)
+        old, advantages, shares = (torch.as_tensor(each).to(device) for each in arrays)
+        reference = -self._reference_nats(batch) if config.kl_weight else None
+        nats = scored.nats.double().requires_grad_()
+        with torch.enable_grad():
+            loss = (policy_losses(-nats, old, advantages, config, reference) * shares).sum()
+            (slopes,) = torch.autograd.grad(loss, nats)
+        drawn, gap = (shares != 0).double(), -nats.detach() - old
+        low = (gap.exp() < 1 - config.clip_low) & (advantages < 0)
+        high = (gap.exp() > 1 + config.clip_high) & (advantages > 0)
+        kl = torch.zeros_like(old) if reference is None else divergence(-nats.detach(), reference)
+        sums = (drawn.sum(), loss.detach(), *((each * drawn).sum() for each in (gap.abs(), low, high, kl)))
+        facts = batch.facts if batch.first_row == 0 else (0.0,) * len(FACTS)  # of all rows, so they are said once
+        return slopes, torch.cat((torch.stack(sums), torch.tensor(facts, dtype=torch.float64, device=device)))
+
+    def report(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Means over tokens, and what is known of the answers."""
+        tokens = max(1.0, sums["tokens"])
+        values = {name: sums[name] / (1.0 if name == "loss/grpo" else tokens) for name in OF_TOKENS[1:]}
+        if not self.config.kl_weight:
+            del values["policy/kl"]
+        return values | {name: sums[name] for name in FACTS}
+
+    @torch.no_grad()
+    def _reference_nats(self, batch: Batch) -> Tensor:
+        """The loss of each target under the model at step 0, (B, T)."""
+        device, run = self.context.world.device, self.context.run
+        if self.reference is None:
+            dtype = self.sampler.model.embedding.weight.dtype
+            narrow = torch.float32 if dtype == torch.float64 else dtype
+            self.reference = load_model(str(run), step=0, device=device, dtype=narrow).model.to(dtype)
+        model, found = self.reference, []
+        tokens, ids = (torch.as_tensor(each).to(device) for each in (batch.tokens, batch.document_ids))
+        for first in range(0, len(tokens), ROWS_AT_ONCE):
+            here = slice(first, first + ROWS_AT_ONCE)
+            hidden, targets = model(tokens[here, :-1], document_ids=ids[here, :-1]), tokens[here, 1:]
+            found.append(model.head_loss(hidden, targets, torch.ones(targets.shape, device=device))[1].double())
+        return torch.cat(found)
+
+    # ---- held-out prompts -----------------------------------------------------------------------------------------
+
+    def held_out(self, state: TrainState) -> dict[str, float]:
+        """How held-out prompts are answered: rightly by the likeliest answer (greedy), by one that is drawn (pass@1),
+        by one of k (pass@k); how far the model has moved from the base (kl)."""
+        k, numbers = self.config.valid_answers, range(min(self.config.valid_prompts, len(self.prompts["valid"])))
+        if not numbers:
+            return {}
+        likeliest = self.draw(state, "valid", numbers, 1, likeliest=True)
+        drawn = self.draw(state, "valid", numbers, k)
+        batch = rollout_rows(drawn, self.config, self.context.config.data.seq_len, (0, 1), state.tokens)
+        is_drawn = torch.as_tensor(batch.weights) > 0
+        logps, reference = torch.as_tensor(batch.old)[is_drawn], -self._reference_nats(batch).cpu()[is_drawn]
+        by_prompt = [[drawn.right[at] for at in group] for group in drawn.groups]
+        facts = dict(zip(FACTS, drawn.facts(), strict=True))
+        found = {
+            "greedy": float(np.mean(likeliest.right)),
+            "pass@1": float(np.mean(by_prompt)),
+            f"pass@{k}": float(np.mean([any(group) for group in by_prompt])),
+            "reward": facts["rollout/reward"],
+            "calls": float(np.mean([answer.calls for answer in likeliest.answers])),
+            "length": facts["rollout/length"],
+            "entropy": -float(logps.mean()),
+            "kl": float(divergence(logps, reference).mean()),
+        }
+        return {f"eval/valid/{name}": value for name, value in found.items()}
+
+
+class Rollouts:
+    """The batches of a run: drawn from the weights as they are when the step begins."""
+
+    def __init__(self, objective: PolicyGradient, state: TrainState) -> None:
+        self.objective, self.state, self.wait_seconds = objective, state, 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        """One batch for each step that is left."""
+        while self.state.step < self.state.last_step:
+            started = time.perf_counter()
+            batch = self.objective.step_batch(self.state)
+            self.wait_seconds = time.perf_counter() - started
+            yield batch
+
+    def close(self) -> None:
+        """Nothing is read ahead."""

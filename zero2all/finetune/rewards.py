@@ -1,0 +1,212 @@
+"""Rewards: numbers that say how good an answer is.
+
+    exact    1 where the answer is the right one, without spaces around both
+    number   1 where the last number of the answer equals the last one of the right answer ("1,000" = "1000.0")
+    format   1 where the whole answer, thoughts and calls included, matches `finetune.grpo.format`
+    code     1 where the program in the answer passes the record's `tests`, in the sandbox
+    calls    how many functions the answer has called: with a negative weight, the price of a call
+    FILE.py:FUNCTION    what FUNCTION(answer, record) returns
+
+A reward that cannot be computed is not 0: it is None, and the answer is left out of the mean of its prompt and of the
+loss. A function of the user runs in a process of its own (`reward_child`), which is killed when its time is up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero2all.common.errors import UsageError
+from zero2all.config.finetune import GrpoConfig
+from zero2all.evals.sandbox import SandboxLimits, run_program
+
+CHILD = Path(__file__).with_name("reward_child.py")
+START_SECONDS = 120.0
+"""For the imports of a user's file."""
+LONGEST_LINE = 1 << 16
+NEEDS = {"exact": "answer", "number": "answer", "code": "tests"}
+"""What the record of a prompt must have."""
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
+BLOCK = re.compile(r"```[a-zA-Z]*\n(.*?)```", re.DOTALL)
+
+
+class JudgedAnswer(NamedTuple):
+    """What a reward sees of an answer."""
+
+    text: str
+    """The last turn, without thought and calls."""
+    whole: str
+    """All that was written, turn after turn."""
+    calls: int
+    record: Mapping[str, Any]
+
+
+Reward = Callable[[JudgedAnswer], float | None]
+
+
+class Rewards:
+    """The weighted sum of some rewards."""
+
+    def __init__(self, config: GrpoConfig) -> None:
+        """UsageError where one is not known."""
+        self.weights = config.rewards_by_name
+        self.functions: dict[str, Reward] = {name: _reward(name, config) for name in self.weights}
+        self.failures: Counter[str] = Counter()
+        """How often answers could not be judged, by what was wrong."""
+
+    def values(
+        self, answers: Sequence[JudgedAnswer], alive: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float | None]]:
+        """Each reward of each answer. `alive` is called again and again."""
+
+        def value(name: str, answer: JudgedAnswer) -> float | None:
+            alive()
+            try:
+                return self.functions[name](answer)
+            except RewardError as error:
+                self.failures[f"{name}: {error}"] += 1
+                return None
+
+        found: dict[str, list[float | None]] = {}
+        for name in self.functions:
+            if name == "code":  # each program is a process
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    found[name] = list(pool.map(lambda answer: value("code", answer), answers))
+            else:
+                found[name] = [value(name, answer) for answer in answers]
+        return [{name: values[number] for name, values in found.items()} for number in range(len(answers))]
+
+    def total(self, values: Mapping[str, float | None]) -> float | None:
+        """Their weighted sum; None where one is missing."""
+        parts = [None if value is None else self.weights[name] * value for name, value in values.items()]
+        return None if None in parts else math.fsum(part for part in parts if part is not None)
+
+    def is_right(self, values: Mapping[str, float | None]) -> bool:
+        """Whether the first reward is 1."""
+        first = values[next(iter(self.weights))]
+        return first is not None and first >= 1
+
+
+class RewardError(ValueError):
+    """An answer that could not be judged."""
+
+
+def _reward(name: str, config: GrpoConfig) -> Reward:
+    if name == "format":
+        try:
+            pattern = re.compile(config.format or "", re.DOTALL)
+        except re.error as error:
+            raise UsageError(f"finetune.grpo.format is no regular expression: {error}.") from error
+        if config.format is None:
+            raise UsageError("The reward `format` needs finetune.grpo.format, a regular expression for the answer.")
+        return lambda answer: float(pattern.fullmatch(answer.whole) is not None)
+    known: dict[str, Reward] = {"exact": _exact, "number": _number, "code": _code, "calls": lambda a: float(a.calls)}
+    if name in known:
+        return known[name]
+    path, mark, function = name.rpartition(":")
+    if not mark or not path.endswith(".py") or not function.isidentifier():
+        names = ", ".join([*known, "format"])
+        raise UsageError(f"There is no reward {name!r}. Expected: {names}, or FILE.py:FUNCTION.")
+    if not Path(path).expanduser().is_file():
+        raise UsageError(f"There is no file {path}, which reward {name} names. Give its path from the current folder.")
+    return UserFunction(Path(path).expanduser(), function, config.reward_seconds)
+
+
+def _exact(answer: JudgedAnswer) -> float:
+    return float(answer.text.strip() == str(answer.record["answer"]).strip())
+
+
+def _number(answer: JudgedAnswer) -> float:
+    right, given = last_number(str(answer.record["answer"])), last_number(answer.text)
+    if right is None:
+        raise RewardError(f"the right answer {str(answer.record['answer'])[:80]!r} has no number")
+    return float(given == right)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, exactly; None: it has none."""
+    for found in reversed(NUMBER.findall(text)):
+        try:
+            return Fraction(found.replace(",", ""))
+        except (ValueError, ZeroDivisionError):
+            continue
+    return None
+
+
+def _code(answer: JudgedAnswer) -> float:
+    blocks = BLOCK.findall(answer.text)
+    program = blocks[-1] if blocks else answer.text
+    return float(run_program(f"{program}\n\n{answer.record['tests']}\n", SandboxLimits()) == "passed")
+
+
+class UserFunction:
+    """A function in a file of the user, in a process of its own."""
+
+    def __init__(self, path: Path, function: str, seconds: float) -> None:
+        self.path, self.function, self.seconds = path, function, seconds
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, answer: JudgedAnswer) -> float | None:
+        """Its value for an answer. RewardError where it raises, hangs, or returns no number."""
+        if self._child is None:
+            self._start()
+        written = json.dumps([answer.text, {**answer.record, "whole": answer.whole, "calls": answer.calls}])
+        return self._exchanged(written.encode("utf-8", "replace") + b"\n", self.seconds)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-u", str(CHILD), str(self.path), self.function]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        try:
+            self._exchanged(b"", START_SECONDS)
+        except RewardError as error:
+            raise UsageError(f"The reward function of {self.path} cannot be used: {error}.") from error
+
+    def _exchanged(self, line: bytes, seconds: float) -> float | None:
+        """Send a line, and read what comes back."""
+        child = self._child
+        assert child is not None, "it was started"
+        assert child.stdin is not None, "it has a pipe"
+        assert child.stdout is not None, "and another"
+        try:
+            child.stdin.write(line)
+            child.stdin.flush()
+        except OSError as error:
+            self.close()
+            raise RewardError("its process has ended") from error
+        deadline, text = time.monotonic() + seconds, b""
+        while not text.endswith(b"\n") and len(text) < LONGEST_LINE:
+            if not select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                self.close()
+                raise RewardError(f"it took longer than {seconds:g} s (finetune.grpo.reward_seconds)")
+            more = child.stdout.read1(LONGEST_LINE)  # type: ignore[attr-defined]
+            if not more:
+                self.close()
+                raise RewardError("its process has ended")
+            text += more
+        said = json.loads(text)
+        if "error" in said:
+            raise RewardError(said["error"])
+        value: float | None = said["value"]
+        return value
+
+    def close(self) -> None:
+        """Kill the process; the next answer starts another."""
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)  # and what the function has started
+            self._child.communicate()
+            self._child = None
