@@ -1,4 +1,5 @@
-"""Losses of fine-tuning and their gradients beside trl's, on the same batch, in float32 on the CPU.
+"""Losses of fine-tuning and their gradients beside trl's, on the same batch, on the CPU: in float32, and those on
+rewards, whose terms cancel, in float64 (where transformers' norms still compute in float32).
 
     python3 -m venv ENV; ENV/bin/pip install torch trl transformers -e .
     ENV/bin/python benchmarks/finetune_parity.py
@@ -27,9 +28,12 @@ from benchmarks.export_engines import MODELS
 from benchmarks.machine import save_result
 from zero2all.common.progress import say, show_log
 from zero2all.config import RunConfig, config_from_values, config_values
-from zero2all.config.finetune import DpoConfig
+from zero2all.config.finetune import DpoConfig, GrpoConfig
 from zero2all.finetune.dialogues import PAIR_KEYS
+from zero2all.finetune.grpo import PolicyGradient
 from zero2all.finetune.preference import Preference, answers_of
+from zero2all.finetune.rollout_rows import Drawn, advantages_of, rollout_rows
+from zero2all.finetune.rollouts import Answer
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, to_hf_tensors, write_hf_folder
 from zero2all.model.z2all import Z2all
@@ -65,6 +69,14 @@ DPO: dict[str, tuple[DpoConfig, dict[str, Any]]] = {
         {"beta": 0.1, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, SFT]},
     ),
 }
+CLIPS = {"epsilon": 0.2, "epsilon_high": 0.28}
+GRPO: dict[str, tuple[GrpoConfig, dict[str, Any]]] = {
+    "grpo, dapo": (GrpoConfig(loss="dapo"), CLIPS),
+    "grpo, dapo, kl": (GrpoConfig(loss="dapo", kl_weight=0.04), {**CLIPS, "beta": 0.04}),
+    "grpo, grpo, kl": (GrpoConfig(loss="grpo", kl_weight=0.04), {**CLIPS, "beta": 0.04}),
+    "grpo, dr_grpo": (GrpoConfig(loss="dr_grpo"), CLIPS),
+    "grpo, cispo": (GrpoConfig(loss="cispo", clip_high=1.1), {"epsilon_high": 1.1}),
+}
 SFT_CASE = "sft"
 PAIRS = [
     {"prompt": "a b c ", "chosen": "d e f g h", "rejected": "i j"},
@@ -72,6 +84,16 @@ PAIRS = [
     {"prompt": "u v w x y ", "chosen": "z a b", "rejected": "c d e f"},
     {"prompt": "g ", "chosen": "h i j k l m n o p", "rejected": "q"},
 ]
+
+
+class OfRows(PolicyGradient):
+    """The objective of a run on rewards, without its folder: what the reference gives is known."""
+
+    def __init__(self, config: GrpoConfig, reference: Tensor) -> None:
+        self.config, self._known = config, reference
+
+    def _reference_nats(self, _batch: Batch) -> Tensor:
+        return self._known
 
 
 class OfBatch(Preference):
@@ -117,13 +139,13 @@ def rows_of_pairs(inputs: dict[str, Tensor]) -> Batch:
     return Batch(tokens, sources, sources, 0, weights, documents=documents, document_ids=documents.ids)
 
 
-def our_state(config: RunConfig, weights: dict[str, Tensor]) -> TrainState:
+def our_state(config: RunConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> TrainState:
     """Our model with these weights, as a run has it."""
-    model = Z2all(config.model, resolve(OpsConfig(), "cpu"))
+    model = Z2all(config.model, resolve(OpsConfig(), "cpu")).to(dtype)
     with torch.no_grad():
         for name, part in model_parts(model).items():
             part.values.copy_(weights[name])
-    return new_state(model.train(), config.optim, torch.float32)
+    return new_state(model.train(), config.optim, dtype)
 
 
 def their_step(folder: Path, settings: dict[str, Any] | None) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
@@ -155,9 +177,103 @@ def their_step(folder: Path, settings: dict[str, Any] | None) -> tuple[float, di
     return float(loss), gradients, inputs
 
 
-def compare(layout: str, name: str, folder: Path) -> dict[str, float]:
-    """The differences of one loss for one model."""
-    config = MODELS[layout]
+def answers_to_compare() -> list[Answer]:
+    """Answers of different lengths to two prompts, of which one has called a function."""
+    draw = np.random.default_rng(3)
+    found = []
+    for number, length in enumerate((3, 7, 12, 5, 1, 9, 4, 6)):
+        prompt = [0, *(3 + (np.arange(4 + number // 4) * 5 + number // 4) % 26).tolist()]
+        logps: list[float | None] = draw.uniform(-3.6, -2.6, length).tolist()
+        if number == 2:
+            logps[5:8] = [None] * 3  # what the function answered
+        found.append(Answer(number // 4, [*prompt, *draw.integers(3, 29, length).tolist()], logps))
+    return found
+
+
+REWARDS = [1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, -0.5]
+
+
+def their_rl_step(
+    folder: Path, name: str, settings: dict[str, Any], answers: list[Answer], reference: list[list[float]]
+) -> tuple[float, dict[str, Tensor]]:
+    """trl's loss and gradients of the same answers."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig as TheirConfig
+    from trl import GRPOTrainer
+
+    policy = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float64)
+    loss_type = name.split(", ")[1]
+    arguments = TheirConfig(
+        **{"output_dir": str(folder / "out"), "report_to": [], "use_cpu": True, "bf16": False},
+        **{"per_device_train_batch_size": len(answers), "num_generations": len(answers) // 2, "temperature": 1.0},
+        **{"max_completion_length": GrpoConfig().max_new_tokens, "gradient_checkpointing": False},
+        **{"loss_type": loss_type, "beta": 0.0, **settings},
+    )
+    trainer: Any = GRPOTrainer(
+        policy, lambda **_: [0.0], arguments, train_dataset=Dataset.from_list([{"prompt": "a"}] * len(answers)),
+        processing_class=their_tokenizer(folder / "policy"),
+    )  # fmt: skip
+    starts = [len(each.ids) - len(each.logps) for each in answers]
+    before, after = max(starts), max(len(each.logps) for each in answers)
+
+    def table(width: int, rows: list[list[Any]], at_left: bool = False) -> Tensor:
+        return torch.tensor(
+            [[0] * (width - len(row)) + row if at_left else row + [0] * (width - len(row)) for row in rows]
+        )
+
+    advantages = [*advantages_of(REWARDS[:4], loss_type), *advantages_of(REWARDS[4:], loss_type)]
+    wanted = [[float(logp is not None) for logp in each.logps] for each in answers]
+    inputs = {
+        "prompt_ids": table(before, [each.ids[:start] for each, start in zip(answers, starts, strict=True)], True),
+        "prompt_mask": table(before, [[1] * start for start in starts], True),
+        "completion_ids": table(after, [each.ids[start:] for each, start in zip(answers, starts, strict=True)]),
+        "completion_mask": table(after, [[1] * len(each.logps) for each in answers]),
+        "tool_mask": table(after, wanted),
+        "old_per_token_logps": table(after, [[logp or 0.0 for logp in each.logps] for each in answers]),
+        "ref_per_token_logps": table(after, reference),
+        "advantages": torch.tensor(advantages, dtype=torch.float64),
+        "num_items_in_batch": torch.tensor(sum(map(sum, wanted))),
+    }
+    trainer.current_gradient_accumulation_steps = 1
+    policy.train()
+    loss = trainer._compute_loss(policy, inputs)
+    loss.backward()
+    return float(loss), {name: one.grad for name, one in policy.named_parameters() if one.grad is not None}
+
+
+def compare_rl(layout: str, name: str, folder: Path) -> dict[str, float]:
+    """The differences of one loss on rewards for one model."""
+    config, (ours, theirs) = MODELS[layout], GRPO[name]
+    write_models(config, folder)
+    answers = answers_to_compare()
+    drawn = Drawn(answers, REWARDS, [False] * len(answers), [0.0, 0.0])
+    length = 40
+    batch = rollout_rows(drawn, ours, length, (0, 1), 0)
+    assert batch.tokens.shape[0] < len(answers), "several answers stand in a row"
+    run, world = run_of(config, batch.tokens.shape[0], length), World()
+    with torch.no_grad():
+        reference = score(
+            our_state(run, read_hf_folder(folder / "reference")[1], torch.float64), batch, run, world
+        ).nats
+    given: list[list[float]] = [[] for _ in answers]
+    assert batch.documents is not None, "rows of answers have documents"
+    for row in range(len(batch.tokens)):
+        numbers = batch.documents.numbers[slice(*batch.documents.row_starts[row : row + 2])]
+        for place, number in enumerate(numbers.tolist()):
+            if number >= 0:
+                at = np.flatnonzero(batch.documents.ids[row] == place)[-len(answers[number].logps) :]
+                given[number] = (-reference[row, at - 1]).tolist()
+    loss, gradients = their_rl_step(folder, name, theirs, answers, given)
+    state = our_state(run, read_hf_folder(folder / "policy")[1], torch.float64)
+    objective = OfRows(ours, reference)
+    _, _, numbers = forward_backward(state, batch, run, world, StepTimer(world.device), objective)
+    said = objective.report(dict(zip(objective.metrics, numbers.tolist(), strict=True)))
+    return differences(config, state, gradients, (loss, said["loss/grpo"]))
+
+
+def write_models(config: ModelConfig, folder: Path) -> None:
+    """A reference and a policy that has moved from it, as Hugging Face folders."""
     for number, which in enumerate(("reference", "policy")):
         model = Z2all(config, resolve(OpsConfig(), "cpu"))
         init_weights(model, 0)
@@ -167,14 +283,25 @@ def compare(layout: str, name: str, folder: Path) -> dict[str, float]:
         (folder / which).mkdir()
         ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
         write_hf_folder(folder / which, config, {n: p.values for n, p in model_parts(model).items()}, "float32", ids)
+
+
+def run_of(config: ModelConfig, rows: int, length: int) -> RunConfig:
+    """A run with steps of so many rows."""
+    values = {**config_values(RunConfig()), "model": config_values(RunConfig(model=config))["model"]}
+    values["data"] |= {"seq_len": length, "document_mask": True}
+    values["train"] |= {"tokens_per_step": rows * length, "micro_batch_samples": 1}
+    return config_from_values(values, "of this comparison")
+
+
+def compare(layout: str, name: str, folder: Path) -> dict[str, float]:
+    """The differences of one loss for one model."""
+    config = MODELS[layout]
+    write_models(config, folder)
     ours, theirs = DPO.get(name, (None, None))
     loss, gradients, inputs = their_step(folder, theirs)
     batch, world = rows_of_pairs(inputs), World()
     rows, length = batch.tokens.shape[0], batch.tokens.shape[1] - 1
-    values = {**config_values(RunConfig()), "model": config_values(RunConfig(model=config))["model"]}
-    values["data"] |= {"seq_len": length, "document_mask": True}
-    values["train"] |= {"tokens_per_step": rows * length, "micro_batch_samples": 1}
-    run = config_from_values(values, "of this comparison")
+    run = run_of(config, rows, length)
     if ours is None:
         state = our_state(run, read_hf_folder(folder / "policy")[1])
         nats, counts, _ = forward_backward(state, batch, run, world, StepTimer(world.device))
@@ -218,9 +345,10 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     for layout in ("llama", "qwen2"):
-        for name in (SFT_CASE, *DPO):
+        for name in (SFT_CASE, *DPO, *GRPO):
             with tempfile.TemporaryDirectory() as folder:
-                results[f"{name}, {layout}"] = found = compare(layout, name, Path(folder))
+                measured = (compare_rl if name in GRPO else compare)(layout, name, Path(folder))
+            results[f"{name}, {layout}"] = found = measured
             say(f"{name}, {layout}: " + ", ".join(f"{what} {value:.3g}" for what, value in found.items()))
     worst = max(value for found in results.values() for what, value in found.items() if "differ" in what)
     versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}

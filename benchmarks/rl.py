@@ -40,6 +40,7 @@ from zero2all.tokenizer.chat import Dialogue, Message
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_files
 from zero2all.tokenizer.template import chat_of
+from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.run import train
 
 MODEL: dict[str, Any] = {
@@ -57,26 +58,12 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {
-        "seq_len": 192,
-        "step_rows": 32,
-        "rows": 16_000,
-        "steps": 300,
-        "vocabulary": 640,
-        "rl_steps": 60,
-        "lr": 1e-4,
-    },
-    "alone": {
-        "seq_len": 48,
-        "step_rows": 32,
-        "rows": 40_000,
-        "steps": 200,
-        "vocabulary": 300,
-        "rl_steps": 300,
-        "lr": 1e-4,
-    },
+    "tool": {"seq_len": 192, "rows": 16_000, "steps": 300, "vocabulary": 640, "rl_steps": 60, "lr": 2e-4},
+    "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
-ASKED = 1000
+BEGIN_AT = 0.3
+"""Of the hard sums are right where the RL begins."""
+ASKED, LOOK_EVERY = 1000, 20
 CALL_PRICE = -0.1
 
 
@@ -119,7 +106,7 @@ def prepare(work: Path, task: str) -> Workspace:
 
 
 def start(workspace: Workspace, task: str, seed: int, steps: int, name: str) -> float:
-    """Train the model that the RL begins with; returns the seconds."""
+    """Learn from the written conversations; returns the seconds."""
     settings, began = TASKS[task], time.perf_counter()
     values = {
         "model": {**MODEL, "max_seq_len": settings["seq_len"]},
@@ -130,35 +117,42 @@ def start(workspace: Workspace, task: str, seed: int, steps: int, name: str) -> 
             "mixture": {"chat": 1.0},
         },
         "train": {
-            **{
-                "name": name,
-                "steps": steps,
-                "seed": seed,
-                "tokens_per_step": settings["step_rows"] * settings["seq_len"],
-            },
+            **{"name": name, "steps": steps, "seed": seed, "tokens_per_step": 32 * settings["seq_len"]},
             "micro_batch_samples": 32,
         },
         "optim": MUON,
         "schedule": {"kind": "linear", "warmup_steps": 20, "min_lr_ratio": 0.0},
-        "validation": {"every_steps": steps},
-        "checkpoint": {"every_steps": steps},
+        "validation": {"every_steps": 0},
+        "checkpoint": {"every_steps": LOOK_EVERY, "keep_every_steps": LOOK_EVERY},
     }
     train(config_from_values(values, "of the benchmark"), workspace, say=lambda _: None, brief=True)
     return time.perf_counter() - began
 
 
-def judged(workspace: Workspace, run: str, task: str, digits: tuple[int, int]) -> dict[str, float]:
+def first_step(workspace: Workspace, name: str, task: str, digits: tuple[int, int]) -> int:
+    """The first checkpoint that answers at least BEGIN_AT of the hard sums."""
+    for folder in list_checkpoints(workspace.run(name)):
+        found = judged(workspace, name, task, digits, step_of(folder), 200)["right"]
+        print(name, step_of(folder), found, flush=True)
+        if found >= BEGIN_AT:
+            return step_of(folder)
+    raise SystemExit(f"{name} never answered {BEGIN_AT:.0%} of the sums: give it more steps")
+
+
+def judged(
+    workspace: Workspace, run: str, task: str, digits: tuple[int, int], step: int | None = None, count: int = ASKED
+) -> dict[str, float]:
     """How the likeliest answers to held-out sums are."""
-    settings, loaded = TASKS[task], load_model(run, workspace)
+    settings, loaded = TASKS[task], load_model(run, workspace, step)
     template = chat_of(workspace.tokenizer, loaded.tokenizer)
     tools = ["calculator"] if task == "tool" else []
     config = GrpoConfig(max_new_tokens=settings["seq_len"] // 2, tools=tools)
-    asked = list(sums(*digits, ASKED, seed=7, held_out=True))
+    asked = list(sums(*digits, count, seed=7, held_out=True))
     specs = [TOOLS[name].spec for name in tools]
     prompts = {n: template.encode(Dialogue([Message("user", row["prompt"])], specs)) for n, row in enumerate(asked)}
     answers = Sampler(loaded, template, config, settings["seq_len"] + 1).draw(prompts, 1, "judged", likeliest=True)
     right = [last_number(each.text) == int(asked[each.prompt]["answer"]) for each in answers]
-    return {"right": sum(right) / ASKED, "calls": sum(each.calls for each in answers) / ASKED}
+    return {"right": sum(right) / count, "calls": sum(each.calls for each in answers) / count}
 
 
 def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -169,9 +163,23 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     for each in (name, f"rl-{seed}", f"more-{seed}"):
         shutil.rmtree(workspace.run(each), ignore_errors=True)
     found: dict[str, Any] = {"seed": seed, "start_seconds": start(workspace, task, seed, settings["steps"], name)}
-    found["start"] = {kind: judged(workspace, name, task, digits) for kind, digits in kinds.items()}
+    step = found["start_step"] = first_step(workspace, name, task, kinds["hard"])
+    found["start_seconds"] *= step / settings["steps"]
+    found["start"] = {kind: judged(workspace, name, task, digits, step) for kind, digits in kinds.items()}
     print(json.dumps(found), flush=True)
-    command = [sys.executable, "-m", "zero2all", "rl", name, "--work", str(workspace.root), "--name", f"rl-{seed}"]
+    command = [
+        sys.executable,
+        "-m",
+        "zero2all",
+        "rl",
+        name,
+        "--work",
+        str(workspace.root),
+        "--name",
+        f"rl-{seed}",
+        "--step",
+        str(step),
+    ]
     command += ["--steps", str(options.steps or settings["rl_steps"]), "--lr", str(options.lr or settings["lr"])]
     command += ["--prompts", str(options.prompts), "--answers", str(options.answers)]
     command += ["--max-new-tokens", str(settings["seq_len"] // 2 if task == "tool" else 8), "--train.seed", str(seed)]
@@ -190,7 +198,7 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     found["rl"] = {kind: judged(workspace, f"rl-{seed}", task, digits) for kind, digits in kinds.items()}
     if task == "alone":
         share = found["rl_seconds"] / found["start_seconds"]
-        start(workspace, task, seed, int(settings["steps"] * (1 + share)), f"more-{seed}")
+        start(workspace, task, seed, int(step * (1 + share)), f"more-{seed}")
         found["more"] = {kind: judged(workspace, f"more-{seed}", task, digits) for kind, digits in kinds.items()}
     print(json.dumps(found), flush=True)
     return found
