@@ -259,8 +259,8 @@ def compare_rl(layout: str, name: str, folder: Path) -> dict[str, float]:
     given: list[list[float]] = [[] for _ in answers]
     assert batch.documents is not None, "rows of answers have documents"
     for row in range(len(batch.tokens)):
-        numbers = batch.documents.numbers[slice(*batch.documents.row_starts[row : row + 2])]
-        for place, number in enumerate(numbers.tolist()):
+        of_row = batch.documents.numbers[slice(*batch.documents.row_starts[row : row + 2])]
+        for place, number in enumerate(of_row.tolist()):
             if number >= 0:
                 at = np.flatnonzero(batch.documents.ids[row] == place)[-len(answers[number].logps) :]
                 given[number] = (-reference[row, at - 1]).tolist()
