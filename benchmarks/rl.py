@@ -58,7 +58,7 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {"seq_len": 192, "rows": 16_000, "steps": 300, "vocabulary": 640, "rl_steps": 60, "lr": 2e-4},
+    "tool": {"seq_len": 192, "rows": 16_000, "steps": 300, "vocabulary": 400, "rl_steps": 60, "lr": 2e-4},
     "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
 BEGIN_AT = 0.3

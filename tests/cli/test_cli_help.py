@@ -48,7 +48,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("anneal", "runs", "chaos", "inspect", "board", "watch", "plot"),
         "track export",
         *("eval run", "eval watch", "eval download", "eval contamination", "eval harness"),
-        *("generate", "chat", "serve", "export", "import", "sft", "dpo", *(f"perf {verb}" for verb in CALCULATORS)),
+        *("generate", "chat", "serve", "export", "import", "sft", "dpo", "rl", *(f"perf {verb}" for verb in CALCULATORS)),
         *(f"perf {verb}" for verb in ("explain", "memory", "plan", "calibrate", "predict")),
         *(f"perf {verb}" for verb in ("ops", "profile", "allreduce", "shapes")),
         "doctor",

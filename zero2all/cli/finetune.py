@@ -33,18 +33,22 @@ SHOWN_REASONS = 6
     --step
     --lora RANK:int>=1            train adapters of this rank (such as 16) instead of all weights: far less memory, ten
         times the learning rate; finetune.lora.* has the rest
+    --teacher RUN                 learn the probabilities of this run or Hugging Face folder, too (distillation);
+        finetune.distill.* has the rest
     --prepare                     write the run and stop; `z2a train` begins it
     --section.field
 
     z2a sft my-run --data chats.jsonl --work my-workspace
     z2a sft my-run --data chats.jsonl --lora 16 --work my-workspace
+    z2a sft small --teacher large --data chats.jsonl --work my-workspace
     z2a sft path/to/huggingface-folder --data alpaca.json more/ --work new-workspace --epochs 3
     """)
 def _sft(arguments: argparse.Namespace) -> int:
     from zero2all.common.workspace import Workspace
     from zero2all.finetune.sft import SftOptions, prepare_sft
 
-    options = SftOptions(**_given(arguments, "sft"), replay=arguments.replay, lora=arguments.lora)
+    asked = {name: getattr(arguments, name) for name in ("replay", "lora", "teacher")}
+    options = SftOptions(**_given(arguments, "sft"), **asked)
     prepared = prepare_sft(arguments.model, Workspace(arguments.work), options)
     return _begin(arguments, prepared)
 
