@@ -5,11 +5,11 @@
     python benchmarks/rl.py --work FOLDER show          the tables of docs/finetune.md, from benchmarks/results/rl.json
 
 A model of 0.9 M parameters first learns from written conversations (`start`). `tool`: sums of one and two digits, and
-sums of four digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no prompt
-names: that keeps rows short. `alone`: sums of three digits, until it is right in 30 % of them. Then `z2a rl`
-runs on other sums. The reward is 1 where the last number is right, and `tool` costs 0.1 a call. Judged are 1,000 sums
-of pairs of numbers that stand together in no prompt for training, in whatever order, by the likeliest answer. The
-honest row beside `alone`: the written conversations, continued for as long as the RL took.
+sums of seven digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no
+prompt names: that keeps rows short. All seeds begin with the same one. `alone`: sums of three digits, until it is right
+in 30 % of them. Then `z2a rl` runs on other sums. The reward is 1 where the last number is right, and `tool` costs 0.1
+a call. Judged are 1,000 sums of pairs of numbers that stand together in no prompt for training, in whatever order, by
+the likeliest answer. The honest row beside `alone`: the written conversations, continued for as long as the RL took.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {"seq_len": 96, "rows": 24_000, "steps": 400, "vocabulary": 320, "rl_steps": 60, "lr": 2e-4},
+    "tool": {"seq_len": 104, "rows": 20_000, "steps": 300, "vocabulary": 320, "rl_steps": 60, "lr": 2e-4},
     "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
 BEGIN_AT = 0.3
@@ -85,7 +85,7 @@ def written(task: str, seed: int) -> list[dict[str, Any]]:
         found = [conversation(row, False) for row in asked]
     else:
         found = [conversation(row, draw.random() < 0.3) for row in sums(1, 2, rows // 2, seed)]
-        found += [conversation(row, draw.random() < 0.4) for row in sums(4, 4, rows // 2, seed)]
+        found += [conversation(row, draw.random() < 0.4) for row in sums(7, 7, rows // 2, seed)]
     draw.shuffle(found)
     return found
 
@@ -145,7 +145,7 @@ def judged(
     settings, loaded = TASKS[task], load_model(run, workspace, step)
     template = chat_of(workspace.tokenizer, loaded.tokenizer)
     tools = ["calculator"] if task == "tool" else []
-    config = GrpoConfig(max_new_tokens=60 if task == "tool" else 8, tools=tools)
+    config = GrpoConfig(max_new_tokens=72 if task == "tool" else 8, tools=tools)
     asked = list(sums(*digits, count, seed=7, held_out=True))
     prompts = {n: template.encode(Dialogue([Message("user", row["prompt"])])) for n, row in enumerate(asked)}
     answers = Sampler(loaded, template, config, settings["seq_len"] + 1).draw(prompts, 1, "judged", likeliest=True)
@@ -156,35 +156,24 @@ def judged(
 def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed: start, RL, and for `alone` the written conversations continued."""
     settings, workspace = TASKS[task], prepare(work, task)
-    kinds = {"easy": (1, 2), "hard": (4, 4)} if task == "tool" else {"hard": (3, 3)}
-    name = f"start-{seed}"
-    for each in (name, f"rl-{seed}", f"more-{seed}"):
+    kinds = {"easy": (1, 2), "hard": (7, 7)} if task == "tool" else {"hard": (3, 3)}
+    name, found = f"start-{1 if task == 'tool' else seed}", dict[str, Any](seed=seed)
+    for each in (f"rl-{seed}", f"more-{seed}"):
         shutil.rmtree(workspace.run(each), ignore_errors=True)
-    found: dict[str, Any] = {"seed": seed, "start_seconds": start(workspace, task, seed, settings["steps"], name)}
+    if not list_checkpoints(workspace.run(name)):
+        found["start_seconds"] = start(workspace, task, seed, settings["steps"], name)
     step = settings["steps"] if task == "tool" else first_step(workspace, name, task, kinds["hard"])
     found["start_step"] = step
-    found["start_seconds"] *= step / settings["steps"]
     found["start"] = {kind: judged(workspace, name, task, digits, step) for kind, digits in kinds.items()}
     print(json.dumps(found), flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "zero2all",
-        "rl",
-        name,
-        "--work",
-        str(workspace.root),
-        "--name",
-        f"rl-{seed}",
-        "--step",
-        str(step),
-    ]
+    command = [sys.executable, "-m", "zero2all", "rl", name, "--work", str(workspace.root), "--name", f"rl-{seed}"]
+    command += ["--step", str(step)]
     command += ["--steps", str(options.steps or settings["rl_steps"]), "--lr", str(options.lr or settings["lr"])]
     command += ["--prompts", str(options.prompts), "--answers", str(options.answers)]
-    command += ["--max-new-tokens", str(60 if task == "tool" else 8), "--train.seed", str(seed)]
+    command += ["--max-new-tokens", str(72 if task == "tool" else 8), "--train.seed", str(seed)]
     command += ["--train.micro_batch_samples", "64", "--parallel.device", "cpu"]
     if task == "tool":
-        easy, hard = list(sums(1, 2, 2048, seed + 10)), list(sums(4, 4, 2048, seed + 10))
+        easy, hard = list(sums(1, 2, 2048, seed + 10)), list(sums(7, 7, 2048, seed + 10))
         path = work / f"prompts-{seed}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in [*easy, *hard]), encoding="utf-8")
         command += ["--data", str(path), "--tools", "calculator", "--reward", "number=1", f"calls={CALL_PRICE}"]
@@ -196,7 +185,7 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     found["rl"] = {kind: judged(workspace, f"rl-{seed}", task, digits) for kind, digits in kinds.items()}
     if task == "alone":
         share = found["rl_seconds"] / found["start_seconds"]
-        start(workspace, task, seed, int(step * (1 + share)), f"more-{seed}")
+        start(workspace, task, seed, step + int(settings["steps"] * share), f"more-{seed}")
         found["more"] = {kind: judged(workspace, f"more-{seed}", task, digits) for kind, digits in kinds.items()}
     print(json.dumps(found), flush=True)
     return found
@@ -210,8 +199,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--answers", type=int, default=8)
     options = parser.parse_args()
     path = RESULTS / "rl.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
