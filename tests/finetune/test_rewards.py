@@ -1,9 +1,14 @@
 """Rewards judge by rules or by a function of the user, which may fail in any way without ending the run."""
 
+import signal
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 
+from tests.pages import ROOT
 from zero2all.common.errors import UsageError
 from zero2all.config.finetune import GrpoConfig
 from zero2all.finetune.rewards import JudgedAnswer, Rewards
@@ -54,6 +59,7 @@ def score(answer, record):
     if answer == "text": return "much"
     if answer == "die": os._exit(3)
     if answer == "unknown": return None
+    if answer == "fork" and os.fork() == 0: return -1.0
     return len(answer) + record["more"] + record["calls"]
 """
 
@@ -62,13 +68,68 @@ def test_a_function_that_raises_hangs_or_dies_leaves_answers_out_and_goes_on(tmp
     (tmp_path / "mine.py").write_text(MINE)
     rewards = Rewards(GrpoConfig(rewards={f"{tmp_path}/mine.py:score": 1.0}, reward_seconds=1.0))
     started = time.monotonic()
-    words = ["ab", "raise", "abc", "hang", "nan", "text", "die", "unknown", "abcd"]
+    words = ["ab", "raise", "abc", "hang", "nan", "text", "die", "unknown", "abcd", "fork", "abc"]
     values = rewards.values([JudgedAnswer(word, word, 1, {"more": 10}) for word in words])
-    assert [next(iter(each.values())) for each in values] == [13, None, 14, None, None, None, None, None, 15]
+    assert [next(iter(each.values())) for each in values] == [
+        13,
+        None,
+        14,
+        None,
+        None,
+        None,
+        None,
+        None,
+        15,
+        *values[9].values(),
+        14,
+    ]
+    assert next(iter(values[9].values())) in (15, -1.0), "whichever process of a fork is first; the next is not shifted"
     said = "\n".join(rewards.failures)
-    for reason in ("RuntimeError: I cannot", "longer than 1 s", "the value is nan", "ValueError", "has ended"):
+    for reason in (
+        *("RuntimeError: I cannot", "longer than 1 s", "the value is nan", "ValueError", "has ended", "returned None"),
+    ):
         assert reason in said
     assert time.monotonic() - started < 30, "a process that hangs is killed"
+
+
+def test_after_three_hangs_in_a_step_the_other_answers_are_not_tried(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    rewards = Rewards(GrpoConfig(rewards={f"{tmp_path}/mine.py:score": 1.0}, reward_seconds=0.2))
+    started = time.monotonic()
+    values = rewards.values([JudgedAnswer("hang", "", 0, {})] * 50)
+    assert {next(iter(each.values())) for each in values} == {None}
+    assert time.monotonic() - started < 20
+    assert rewards.is_right(values[0]) is None
+
+
+def test_nothing_that_a_function_has_started_outlives_the_program(tmp_path):
+    """Not what it forked, at a normal end; not the function itself, where the program is killed."""
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, time\n"
+        "def score(answer, record):\n"
+        "    if os.fork() == 0: time.sleep(600)\n"
+        "    pathlib.Path(__file__).with_name(answer).write_text(str(os.getpid()))\n"
+        "    if answer == 'killed': time.sleep(600)\n"
+        "    return 1.0\n"
+    )
+    for word, code in (("ended", 0), ("killed", -signal.SIGKILL)):
+        program = (
+            "from zero2all.config.finetune import GrpoConfig\n"
+            "from zero2all.finetune.rewards import JudgedAnswer, Rewards\n"
+            f"rewards = Rewards(GrpoConfig(rewards={{'{tmp_path}/mine.py:score': 1.0}}, reward_seconds=600))\n"
+            f"rewards.values([JudgedAnswer('{word}', '', 0, {{}})])\n"
+        )
+        child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+        deadline = time.monotonic() + 60
+        while not ((tmp_path / word).exists() and (tmp_path / word).read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if code:
+            child.kill()
+        assert child.wait(60) == code
+        judge = int((tmp_path / word).read_text())
+        while psutil.pid_exists(judge) and psutil.Process(judge).status() != "zombie" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not psutil.pid_exists(judge) or psutil.Process(judge).status() == "zombie"
 
 
 @pytest.mark.parametrize(

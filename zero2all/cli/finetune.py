@@ -98,13 +98,14 @@ def _dpo(arguments: argparse.Namespace) -> int:
         JSON, JSONL, CSV or parquet
     --arithmetic DIGITS           ask for sums of numbers with so many digits, such as 3 or 2-4
     --reward+ NAME[=WEIGHT]       what is rewarded: exact, number, format, code, calls, or FILE.py:FUNCTION, which gets
-        the answer and its row (default: exact; with --arithmetic number). An answer is right where the first one is 1
+        the answer and its row (default: exact; with --arithmetic number). An answer is right where the first one is
+        at least 1
     --tools+ NAME                 functions that are run where an answer calls them: calculator
     --name NAME                   name of the new run (default: MODEL-rl)
     --steps N:int>=2 =200         steps, each with answers of its own (default 200)
     --prompts N:int>=1            prompts of a step (default 16)
     --answers N:int>=2            answers to each prompt (default 8)
-    --max-new-tokens N:int>=1     tokens of an answer (default 256)
+    --max-new-tokens N:int>=1     tokens of an answer (default 256, at most half of a row)
     --lr X:float>0                highest learning rate, of AdamW (default: by size, from 1e-4 to 1e-6)
     --seq-len N:int>=2            tokens of a prompt with its answer; longer prompts are left out (default: the base
         run's)
@@ -174,6 +175,9 @@ def _begin(arguments: argparse.Namespace, prepared: PreparedRun) -> int:
         tell(f"conversations: {report['kept']:,} of {report['read']:,} ({forms})")
     for reason, count in list(report["left_out"].items())[:SHOWN_REASONS]:
         say(f"left out: {count:,} {reason}, such as {report['examples'][reason]}")
+    if len(report["left_out"]) > SHOWN_REASONS:
+        more = len(report["left_out"]) - SHOWN_REASONS
+        say(f"left out for {more:,} more reasons, which left_out.jsonl beside the packed rows names")
     learned, tokens = report["learned_tokens"]["train"], report["tokens"]["train"]
     rows = report["rows"]["train"]
     if learned:

@@ -61,7 +61,7 @@ class GrpoConfig:
     """Tokens of an answer, with what tools have answered."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each reward: exact, number, format, code, calls, or FILE.py:FUNCTION. Empty: exact. An answer is right
-    where the first one is 1."""
+    where the first one is at least 1."""
     format: str | None = None
     """The regular expression that reward `format` compares the whole answer with."""
     reward_seconds: PositiveFloat = 10.0

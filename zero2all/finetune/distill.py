@@ -48,6 +48,7 @@ class Distillation:
     """The objective of a run with a teacher."""
 
     metrics: tuple[str, ...] = ("tokens", "loss/distill", "kl")
+    shown = "loss/distill"
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.alpha = context, context.config.finetune.distill.alpha

@@ -114,6 +114,7 @@ class PolicyGradient:
     """The objective of a run on prompts."""
 
     metrics: tuple[str, ...] = (*OF_TOKENS, *FACTS)
+    shown = "rollout/reward"
 
     def __init__(self, context: RunContext) -> None:
         config = context.config
@@ -255,12 +256,12 @@ class PolicyGradient:
         batch = rollout_rows(drawn, self.config, self.context.config.data.seq_len, (0, 1), state.tokens)
         is_drawn = torch.as_tensor(batch.weights) > 0
         logps, reference = torch.as_tensor(batch.old)[is_drawn], -self._reference_nats(batch).cpu()[is_drawn]
-        by_prompt = [[drawn.right[at] for at in group] for group in drawn.groups]
+        by_prompt = [[right for at in group if (right := drawn.right[at]) is not None] for group in drawn.groups]
         facts = dict(zip(FACTS, drawn.facts(), strict=True))
         found = {
-            "greedy": float(np.mean(likeliest.right)),
-            "pass@1": float(np.mean(by_prompt)),
-            f"pass@{k}": float(np.mean([any(group) for group in by_prompt])),
+            "greedy": likeliest.mean(likeliest.right),
+            "pass@1": drawn.mean([float(np.mean(group)) for group in by_prompt if group]),
+            f"pass@{k}": drawn.mean([any(group) for group in by_prompt if group]),
             "reward": facts["rollout/reward"],
             "calls": float(np.mean([answer.calls for answer in likeliest.answers])),
             "length": facts["rollout/length"],

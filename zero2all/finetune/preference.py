@@ -85,6 +85,7 @@ class Preference:
     """The objective of a run on pairs."""
 
     metrics: tuple[str, ...] = ("pairs", *METRICS)
+    shown = "loss/dpo"
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config.finetune.dpo

@@ -129,15 +129,15 @@ def refuse_changed(run: Path, record: Mapping[str, Any]) -> None:
     changed = _changed(run, record)
     if changed:
         raise UsageError(
-            f"The run {run.name} already exists, and {', '.join(changed)} differ from those it was begun with. Choose "
+            f"The run {run.name} already exists, and was begun with other values of: {', '.join(changed)}. Choose "
             f"another --name, or delete {run}."
         )
 
 
 def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
-    """What differs from what a run was begun with, in words."""
+    """What differs from what a run was begun with."""
     known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
-    words = {"base": "the base run", "step": "its step", "data": "the conversations", "config": "the settings"}
+    words = {"base": "base run", "step": "step of the base", "data": "data", "config": "settings"}
     return [words[name] for name, value in record.items() if known.get(name) != value]
 
 

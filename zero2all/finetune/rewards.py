@@ -13,6 +13,7 @@ loss. A function of the user runs in a process of its own (`reward_child`), whic
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -38,6 +39,8 @@ CHILD = Path(__file__).with_name("reward_child.py")
 START_SECONDS = 120.0
 """For the imports of a user's file."""
 LONGEST_LINE = 1 << 16
+MOST_HANGS = 3
+"""In a step: then the other answers are not tried."""
 NEEDS = {"exact": "answer", "number": "answer", "code": "tests"}
 """What the record of a prompt must have."""
 NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
@@ -68,6 +71,13 @@ class Rewards:
         self.failures: Counter[str] = Counter()
         """How often answers could not be judged, by what was wrong."""
 
+    def try_out(self) -> None:
+        """UsageError where a function of the user cannot be loaded."""
+        for function in self.functions.values():
+            if isinstance(function, UserFunction):
+                function.start()
+                function.close()
+
     def values(
         self, answers: Sequence[JudgedAnswer], alive: Callable[[], None] = lambda: None
     ) -> list[dict[str, float | None]]:
@@ -81,6 +91,9 @@ class Rewards:
                 self.failures[f"{name}: {error}"] += 1
                 return None
 
+        for function in self.functions.values():
+            if isinstance(function, UserFunction):
+                function.hangs = 0
         found: dict[str, list[float | None]] = {}
         for name in self.functions:
             if name == "code":  # each program is a process
@@ -95,10 +108,10 @@ class Rewards:
         parts = [None if value is None else self.weights[name] * value for name, value in values.items()]
         return None if None in parts else math.fsum(part for part in parts if part is not None)
 
-    def is_right(self, values: Mapping[str, float | None]) -> bool:
-        """Whether the first reward is 1."""
+    def is_right(self, values: Mapping[str, float | None]) -> bool | None:
+        """Whether the first reward is at least 1; None: the answer could not be judged."""
         first = values[next(iter(self.weights))]
-        return first is not None and first >= 1
+        return None if None in values.values() or first is None else first >= 1
 
 
 class RewardError(ValueError):
@@ -158,55 +171,68 @@ class UserFunction:
 
     def __init__(self, path: Path, function: str, seconds: float) -> None:
         self.path, self.function, self.seconds = path, function, seconds
+        self.hangs = 0
+        """How often it has hung since the answers of a step began."""
         self._child: subprocess.Popen[bytes] | None = None
+        self._asked, self._unread = 0, b""
+        atexit.register(self.close)
 
     def __call__(self, answer: JudgedAnswer) -> float | None:
         """Its value for an answer. RewardError where it raises, hangs, or returns no number."""
+        if self.hangs >= MOST_HANGS:
+            raise RewardError(f"it hung on {MOST_HANGS} answers before in the same step")
         if self._child is None:
-            self._start()
-        written = json.dumps([answer.text, {**answer.record, "whole": answer.whole, "calls": answer.calls}])
-        return self._exchanged(written.encode("utf-8", "replace") + b"\n", self.seconds)
+            self.start()
+        self._asked += 1
+        record = {**answer.record, "whole": answer.whole, "calls": answer.calls}
+        written = json.dumps([self._asked, answer.text, record]).encode("utf-8", "replace")
+        return self._exchanged(written + b"\n", self._asked, self.seconds)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start its process. UsageError where the file or the function cannot be loaded."""
         command = [sys.executable, "-u", str(CHILD), str(self.path), self.function]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._unread = b""
         try:
-            self._exchanged(b"", START_SECONDS)
+            self._exchanged(b"", 0, START_SECONDS)
         except RewardError as error:
+            self.close()
             raise UsageError(f"The reward function of {self.path} cannot be used: {error}.") from error
 
-    def _exchanged(self, line: bytes, seconds: float) -> float | None:
-        """Send a line, and read what comes back."""
-        child = self._child
+    def _exchanged(self, line: bytes, number: int, seconds: float) -> float | None:
+        """Send a line, and read the answer with this number; a function that forks may answer twice."""
+        child, deadline = self._child, time.monotonic() + seconds
         assert child is not None, "it was started"
         assert child.stdin is not None, "it has a pipe"
         assert child.stdout is not None, "and another"
         try:
             child.stdin.write(line)
             child.stdin.flush()
+            while True:
+                while b"\n" not in self._unread:
+                    if not select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                        self.hangs += 1
+                        self.close()
+                        raise RewardError(f"it took longer than {seconds:g} s (finetune.grpo.reward_seconds)")
+                    more = child.stdout.read1(LONGEST_LINE)  # type: ignore[attr-defined]
+                    if not more or len(self._unread) > LONGEST_LINE:
+                        raise BrokenPipeError
+                    self._unread += more
+                text, _, self._unread = self._unread.partition(b"\n")
+                of, value, problem = json.loads(text)
+                if of != number:
+                    continue
+                if problem is not None:
+                    raise RewardError(problem)
+                return None if value is None else float(value)
         except OSError as error:
             self.close()
             raise RewardError("its process has ended") from error
-        deadline, text = time.monotonic() + seconds, b""
-        while not text.endswith(b"\n") and len(text) < LONGEST_LINE:
-            if not select.select([child.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                self.close()
-                raise RewardError(f"it took longer than {seconds:g} s (finetune.grpo.reward_seconds)")
-            more = child.stdout.read1(LONGEST_LINE)  # type: ignore[attr-defined]
-            if not more:
-                self.close()
-                raise RewardError("its process has ended")
-            text += more
-        said = json.loads(text)
-        if "error" in said:
-            raise RewardError(said["error"])
-        value: float | None = said["value"]
-        return value
 
     def close(self) -> None:
-        """Kill the process; the next answer starts another."""
+        """Kill the process, and what the function has started; the next answer starts another."""
         if self._child is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)  # and what the function has started
+                os.killpg(self._child.pid, signal.SIGKILL)
             self._child.communicate()
             self._child = None

@@ -58,7 +58,7 @@ def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedR
             **{"packing": "best_fit", "document_mask": True},
         },
         "model": dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0),
-        "finetune": {"method": "grpo"},
+        "finetune": {"method": "grpo", "grpo": {"max_new_tokens": min(GrpoConfig.max_new_tokens, seq_len // 2)}},
         "guards": {"loss_spike": "log"},  # the loss is that of what was drawn
         "schedule": {"kind": "linear", "warmup_steps": min(WARMUP_STEPS, options.steps // 2), "min_lr_ratio": 0.0},
     }
@@ -74,11 +74,12 @@ def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedR
     if grpo.max_new_tokens >= seq_len:
         raise UsageError(
             f"finetune.grpo.max_new_tokens is {grpo.max_new_tokens}, and a row has {seq_len} tokens for the prompt and "
-            f"its answer. Lower it, or raise --seq-len (up to model.max_seq_len, {known.model.max_seq_len})."
+            f"its answer. Lower --max-new-tokens, or raise --seq-len (up to model.max_seq_len, "
+            f"{known.model.max_seq_len})."
         )
     changes["train"]["tokens_per_step"] = grpo.prompts * grpo.answers * seq_len
     config = changed_config(values, changes, options.overrides)
-    Rewards(grpo)  # before anything is written
+    Rewards(grpo).try_out()  # before anything is written
     tools_of(grpo)
     report = packed_for(loaded, workspace, _with_sums(options, folder, grpo), folder, _data(options, grpo, seq_len))
     prepared = begin_run(loaded, config, workspace, report, options.replace)

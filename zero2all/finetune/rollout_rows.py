@@ -46,8 +46,8 @@ class Drawn:
     answers: Sequence[Answer]
     totals: Sequence[float | None]
     """The weighted sum of the rewards; None: it could not be judged."""
-    right: Sequence[bool]
-    """Whether the first reward is 1."""
+    right: Sequence[bool | None]
+    """Whether the first reward is at least 1; None: it could not be judged."""
     seconds: Sequence[float]
     """For drawing and for judging, of the slowest process."""
 
@@ -72,7 +72,7 @@ class Drawn:
         return (
             self.mean(self.totals),
             self.mean(spreads),
-            self.mean([float(is_right) for is_right in self.right]),
+            self.mean(self.right),
             self.mean([float(answer.drawn) for answer in self.answers]),
             self.mean([float(answer.ended) for answer in self.answers]),
             self.mean([float(answer.calls) for answer in self.answers]),

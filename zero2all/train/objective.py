@@ -56,6 +56,8 @@ class Objective(Protocol):
 
     metrics: tuple[str, ...]
     """Names of the numbers that `weights` returns."""
+    shown: str
+    """Which value of `report` the progress bar shows instead of the loss."""
 
     def begin(self, state: TrainState) -> None:
         """Once, before the first step of an attempt, in every process."""

@@ -48,7 +48,8 @@ def prepare(
     _check_same_data(world, data)
     config = together(lambda: with_vocabulary(asked, int(data.splits[0].manifest["vocab_size"])))
     together(lambda: check_spread(config, world.size))
-    notes = [*world.notes, *ledger_notes, *idle_settings(config, world.size), *data.notes(end)]
+    notes = [*world.notes, *ledger_notes, *idle_settings(config, world.size)]
+    notes += [] if config.finetune.method == "grpo" else data.notes(end)  # it draws its rows itself
     if anneal is not None:
         notes.append(anneal_in_words(anneal))
     if checkpoint is not None:

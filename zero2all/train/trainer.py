@@ -292,7 +292,11 @@ class Trainer:
         data_seconds = self.log.steps.report(result, wait_seconds)
         if result.step == 1 and self.context.checkpoint is None:  # imported weights are no new model
             self.log.say(*check_first_loss(result.loss, self.config.model))
-        self.log.show_progress(result.tokens[1], f"step {result.step} loss {result.loss:.3f}")
+        said = f"step {result.step} loss {result.loss:.3f}"
+        if (objective := self.context.objective) is not None:
+            values = objective.report(dict(zip(objective.metrics, result.numbers, strict=True)))
+            said = f"step {result.step} {objective.shown} {values[objective.shown]:.3f}"
+        self.log.show_progress(result.tokens[1], said)
         for hook in self.hooks:
             hook.after_result(result, data_seconds)
 

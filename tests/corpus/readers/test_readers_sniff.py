@@ -68,6 +68,7 @@ def test_delimiter_and_header_of_a_table(delimiter: str):
         ["Is it good? (1-5)", "50% of what", "my review & yours"],
         ["编号（整数）", "用户名,昵称", "正文：全部"],
         ["_id", "text", "2nd text"],
+        ["", "instruction", "output"],  # the index of a pandas frame has no name
     ],
 )
 def test_quoted_names_and_names_with_signs_are_a_header(names: list[str]):

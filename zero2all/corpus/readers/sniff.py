@@ -217,7 +217,7 @@ def _is_header(names: list[str], rows: list[list[str]]) -> bool:
         return True
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(names)
     if any(
-        len(name) > HEADER_CHARS or "\n" in name or _FIGURES.fullmatch(name) or name in column
+        len(name) > HEADER_CHARS or "\n" in name or (name and _FIGURES.fullmatch(name)) or name in column
         for name, column in zip(names, columns, strict=True)
     ):
         return False

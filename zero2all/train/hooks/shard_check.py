@@ -104,7 +104,8 @@ class ShardCheck:
         self._log.event("damaged_shard", {"problems": found})
         text = (
             f"{found[0]}. Training of `{name}` was stopped at step {step}, which was not saved. Run `z2a pack` to "
-            f"write the file again, then run the same command. It goes back to a checkpoint up to step {self._since}, "
+            f"write the file again (of a fine-tuned run: delete its folder and begin it again), then run the same "
+            f"command. It goes back to a checkpoint up to step {self._since}, "
             f"because later steps may have read damaged data."
         )
         raise BadInputError(text) if world.is_first else PreemptedError(text)  # one process reports it for all
