@@ -194,19 +194,6 @@ class BlockLookup:
         return block
 
 
-class StepReader:
-    """Reads this rank's rows of the step that begins at a token."""
-
-    def __init__(self, data: TrainingData, tokens_per_step: int, options: LoaderOptions) -> None:
-        self._data, self._tokens_per_step, self._options = data, tokens_per_step, options
-        self._lookup = BlockLookup()
-
-    def __call__(self, first_token: int, allocate: Allocate = np.empty) -> Batch:
-        """The rows, in memory that `allocate` gives."""
-        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
-        return read_batch(self._data, first_token, samples, self._options, self._lookup, allocate)
-
-
 class Loader:
     """Iterate over the batches of `steps` steps of `tokens_per_step` tokens, from `first_token` on."""
 
@@ -224,7 +211,7 @@ class Loader:
         """How long the trainer waited for the batch it was handed last."""
         self._delivery = delivery
         self._firsts = iter(range(first_token, first_token + steps * tokens_per_step, tokens_per_step))
-        self._reader = StepReader(data, tokens_per_step, self.options)
+        self._data, self._tokens_per_step, self._lookup = data, tokens_per_step, BlockLookup()
         self._pool = ThreadPoolExecutor(self.options.readers, thread_name_prefix="z2a-loader")
         self._ahead: deque[Future[Batch]] = deque()
         for _ in range(self.options.prefetch_steps):
@@ -251,4 +238,7 @@ class Loader:
             self._ahead.append(self._pool.submit(self._read, first_token))
 
     def _read(self, first_token: int) -> Batch:
-        return self._delivery.finish(self._reader(first_token, self._delivery.allocate))
+        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
+        allocate = self._delivery.allocate
+        batch = read_batch(self._data, first_token, samples, self.options, self._lookup, allocate)
+        return self._delivery.finish(batch)

@@ -211,43 +211,32 @@ def checking_shards(
     """
     files = sorted(_files_of(splits, seq_lens), key=lambda check: str(check.path))[rank::ranks]
     total = sum(int(check.expected["bytes"]) for check in files)
-    reading = _SlowReading(files, total > CACHED_SHARE * available_memory())
+    reading = _SlowReading(total > CACHED_SHARE * available_memory())
     check = ShardCheckResult()
-    thread = threading.Thread(
-        target=_check_all,
-        args=(check, reading, len(files), on_problem, on_damage),
-        name="z2a-check",
-        daemon=True,
-    )
+
+    def check_all() -> None:
+        try:
+            for file in files:
+                problem = reading.problem_of(file)
+                if problem is not None:
+                    on_damage(problem)
+                    check.damage = problem
+                    return
+            check.finished = True
+        except UserError as error:  # the check cannot be made, which is no reason to stop the run
+            on_problem(f"the check of the shards stopped: {error}")
+        except _StoppedError:  # with the run
+            return
+        finally:
+            check.ended.set()
+
+    thread = threading.Thread(target=check_all, name="z2a-check", daemon=True)
     thread.start()
     try:
         yield check
     finally:
         reading.stopped = True
         thread.join()
-
-
-def _check_all(
-    check: ShardCheckResult,
-    read: Callable[[int], Any],
-    files: int,
-    on_problem: Callable[[str], None],
-    on_damage: Callable[[str], None],
-) -> None:
-    try:
-        for number in range(files):
-            problem = read(number)
-            if problem is not None:
-                on_damage(problem)
-                check.damage = problem
-                return
-        check.finished = True
-    except UserError as error:  # the check cannot be made, which is no reason to stop the run
-        on_problem(f"the check of the shards stopped: {error}")
-    except _StoppedError:  # with the run
-        return
-    finally:
-        check.ended.set()
 
 
 def _files_of(splits: Sequence[PackedSplit], seq_lens: Sequence[int]) -> Iterator[FileCheck]:
@@ -265,14 +254,15 @@ class _StoppedError(Exception):
 
 
 class _SlowReading:
-    """Reads a file in small chunks with pauses between them; returns what is wrong with it."""
+    """Reads files in small chunks with pauses between them."""
 
-    def __init__(self, files: Sequence[FileCheck], drop_cache: bool) -> None:
-        self._files, self._drop_cache = list(files), drop_cache and hasattr(os, "posix_fadvise")
+    def __init__(self, drop_cache: bool) -> None:
+        self._drop_cache = drop_cache and hasattr(os, "posix_fadvise")
         self.stopped = False
 
-    def __call__(self, number: int) -> str | None:
-        path, expected = self._files[number]
+    def problem_of(self, file: FileCheck) -> str | None:
+        """What is wrong with a file."""
+        path, expected = file
         try:
             crc, size = self._read(path)
         except OSError as error:
@@ -288,7 +278,7 @@ class _SlowReading:
         crc = size = 0
         chunk = np.empty(CHUNK_BYTES, np.uint8)
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(chunk):
+            while count := file.readinto(memoryview(chunk)):
                 if self.stopped:
                     raise _StoppedError
                 crc = extended(crc, chunk[:count])
