@@ -7,9 +7,10 @@
 A model of 0.9 M parameters first learns from written conversations (`start`). `tool`: sums of one and two digits, and
 sums of seven digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no
 prompt names: that keeps rows short. All seeds begin with the same one. `alone`: sums of three digits, until it is right
-in 30 % of them. Then `z2a rl` runs on other sums. The reward is 1 where the last number is right, and `tool` costs 0.1
-a call. Judged are 1,000 sums of pairs of numbers that stand together in no prompt for training, in whatever order, by
-the likeliest answer. The honest row beside `alone`: the written conversations, continued for as long as the RL took.
+in 30 % of them. Then `z2a rl` runs on other sums; with `tool` a quarter has one digit, which it can do without. The
+reward is 1 where the last number is right, and `tool` costs 0.1 a call. Judged are 1,000 hard sums of pairs of numbers
+that stand together in no prompt for training, in whatever order, and easy ones as they come, by the likeliest answer.
+The honest row beside `alone`: the written conversations, continued for as long as the RL took.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {"seq_len": 104, "rows": 20_000, "steps": 300, "vocabulary": 320, "rl_steps": 60, "lr": 2e-4},
+    "tool": {"seq_len": 128, "rows": 20_000, "steps": 300, "vocabulary": 320, "rl_steps": 60, "lr": 2e-4},
     "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
 BEGIN_AT = 0.3
@@ -116,8 +117,13 @@ def start(workspace: Workspace, task: str, seed: int, steps: int, name: str) -> 
             "mixture": {"chat": 1.0},
         },
         "train": {
-            **{"name": name, "steps": steps, "seed": seed, "tokens_per_step": 32 * settings["seq_len"]},
-            "micro_batch_samples": 32,
+            **{
+                "name": name,
+                "steps": steps,
+                "seed": seed,
+                "tokens_per_step": (24 if task == "tool" else 32) * settings["seq_len"],
+            },
+            "micro_batch_samples": 24 if task == "tool" else 32,
         },
         "optim": MUON,
         "schedule": {"kind": "linear", "warmup_steps": 20, "min_lr_ratio": 0.0},
@@ -145,8 +151,8 @@ def judged(
     settings, loaded = TASKS[task], load_model(run, workspace, step)
     template = chat_of(workspace.tokenizer, loaded.tokenizer)
     tools = ["calculator"] if task == "tool" else []
-    config = GrpoConfig(max_new_tokens=72 if task == "tool" else 8, tools=tools)
-    asked = list(sums(*digits, count, seed=7, held_out=True))
+    config = GrpoConfig(max_new_tokens=90 if task == "tool" else 8, tools=tools)
+    asked = list(sums(*digits, count, seed=7, held_out=digits != (1, 1)))
     prompts = {n: template.encode(Dialogue([Message("user", row["prompt"])])) for n, row in enumerate(asked)}
     answers = Sampler(loaded, template, config, settings["seq_len"] + 1).draw(prompts, 1, "judged", likeliest=True)
     right = [last_number(each.text) == int(asked[each.prompt]["answer"]) for each in answers]
@@ -156,7 +162,7 @@ def judged(
 def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed: start, RL, and for `alone` the written conversations continued."""
     settings, workspace = TASKS[task], prepare(work, task)
-    kinds = {"easy": (1, 2), "hard": (7, 7)} if task == "tool" else {"hard": (3, 3)}
+    kinds = {"easy": (1, 1), "hard": (7, 7)} if task == "tool" else {"hard": (3, 3)}
     name, found = f"start-{1 if task == 'tool' else seed}", dict[str, Any](seed=seed)
     for each in (f"rl-{seed}", f"more-{seed}"):
         shutil.rmtree(workspace.run(each), ignore_errors=True)
@@ -170,10 +176,10 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     command += ["--step", str(step)]
     command += ["--steps", str(options.steps or settings["rl_steps"]), "--lr", str(options.lr or settings["lr"])]
     command += ["--prompts", str(options.prompts), "--answers", str(options.answers)]
-    command += ["--max-new-tokens", str(72 if task == "tool" else 8), "--train.seed", str(seed)]
+    command += ["--max-new-tokens", str(90 if task == "tool" else 8), "--train.seed", str(seed)]
     command += ["--train.micro_batch_samples", "64", "--parallel.device", "cpu"]
     if task == "tool":
-        easy, hard = list(sums(1, 2, 2048, seed + 10)), list(sums(7, 7, 2048, seed + 10))
+        easy, hard = list(sums(1, 1, 2048, seed + 10)), list(sums(7, 7, 300, seed + 10))  # of easy ones there are 90
         path = work / f"prompts-{seed}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in [*easy, *hard]), encoding="utf-8")
         command += ["--data", str(path), "--tools", "calculator", "--reward", "number=1", f"calls={CALL_PRICE}"]
