@@ -51,7 +51,7 @@ def test_the_verbs_of_the_issue_are_all_there():
         *("generate", "chat", "serve", "export", "import", "sft", "dpo", "rl"),
         *(f"perf {verb}" for verb in CALCULATORS),
         *(f"perf {verb}" for verb in ("explain", "memory", "plan", "calibrate", "predict")),
-        *(f"perf {verb}" for verb in ("ops", "profile", "allreduce", "shapes")),
+        *(f"perf {verb}" for verb in ("ops", "profile", "shapes")),
         "doctor",
     )
     assert [" ".join(words) for words in VERBS] == list(expected)

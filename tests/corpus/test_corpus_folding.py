@@ -3,7 +3,6 @@
 import random
 
 from zero2all.common.records import iter_records
-from zero2all.corpus import summary_notes
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.fold import fold, simplified_of
 
@@ -41,17 +40,3 @@ def test_copies_in_another_width_or_script_are_near_duplicates_and_on_one_side_o
     ]
     assert len(sides[1]) > 10
     assert not sides[0] & sides[1], "even without near duplicates"
-
-
-def test_half_copies_are_reported(write_lines, build):
-    rows = [{"text": text(n, 1000)} for n in range(100)]
-    rows += [{"text": text(n, 1000)[(n % 2) * 500 :][:500]} for n in range(100)]
-    rows += [{"text": text(1000 + n, 700)} for n in range(100)]
-    report = build(write_lines("a.jsonl", rows), dedup=DedupConfig())
-    contained = report["contained"]
-    assert contained["looked_up"] == 300
-    assert 90 <= contained["records"] <= 100
-    assert all(example["gid"] == example["inside"] + 100 for example in contained["examples"])
-    notes = summary_notes({"sources": {"one": report}, "options": {"valid_share": 0}, "notes": []})
-    assert any("are contained in a longer record to 80% or more" in note for note in notes)
-    assert report["records_kept"] == 300, "reported, not dropped"

@@ -63,7 +63,6 @@ def source_report(**changes):
         "records_in": 10, "records_kept": 7, "dropped": {"digits": 2}, "quarantined": 1,
         "quarantined_by_reason": {"invalid_json": 1}, "bytes_in": 960, "bytes_kept": 700, "bytes_repaired": 50,
         "bytes_dropped": {"digits": 200}, "bytes_quarantined": 10,
-        "contained": {"looked_up": 6, "records": 1, "examples": [{"gid": 1, "inside": 2, "share": 0.9}]},
         "private_use": {"records": 2, "mapped": 3, "removed": 4}, "masked": {"emails": 3},
         "train_records": 6, "valid_records": 1, "channel": "en", "channel_guessed": True, "channel_reason": "why",
         "kind": None, "mappings": [{"content": "text"}], "mapping_guessed": True, "formats": {"csv": 1, "text": 2},

@@ -1,4 +1,4 @@
-"""`z2a perf ops` and how an operator is called alone; `z2a perf allreduce`."""
+"""`z2a perf ops` and how an operator is called alone."""
 
 import dataclasses
 import json
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.operators import EXACT, bench_cells, bench_operators
-from zero2all.measure.allreduce import CPU_SIZES, Reduced, allreduce_advice, allreduce_cells
 from zero2all.measure.operators import forward_and_both, listed_operators, make_case
 from zero2all.ops.implementation import Implementation
 from zero2all.ops.registry import OPERATORS
@@ -65,34 +64,3 @@ def test_the_benchmark_sees_an_error_and_goes_on_after_a_failure(tiny, monkeypat
     assert found.floor_percent == pytest.approx(1e5 * floor / (found.forward_ms + found.backward_ms))
     assert dataclasses.asdict(bench)["rows"][-1]["operator"] == "swiglu"
     assert bench_cells(bench)[-2][-1] == "RuntimeError: no such kernel"
-
-
-# ---- allreduce ------------------------------------------------------------------------------------------------
-
-
-def test_bus_bandwidth_is_what_a_ring_sends_over_a_link():
-    one = Reduced(1 << 20, 4, [1.0, 2.0, 3.0])
-    assert one.bus_bandwidth == pytest.approx(2 * 3 / 4 * (1 << 20) / 2.0)
-    assert one.spread == pytest.approx(0.5)
-    assert allreduce_cells([one])[1] == ["1 MiB", "2,000.00 ms", "±25.0 %", "0.000786 GB/s"]
-
-
-def test_messages_are_joined_above_half_of_the_best_bandwidth():
-    small = [Reduced(1 << 10, 2, [1e-5]), Reduced(1 << 20, 2, [2e-4]), Reduced(1 << 24, 2, [2e-3])]
-    assert "8.39 GB/s at 16 MiB, is reached from 1 MiB on. parallel.bucket_mb" in allreduce_advice(small)
-    large = [Reduced(1 << 20, 2, [1e-2]), Reduced(1 << 28, 2, [1e-2])]
-    assert "from 256 MiB on: raise parallel.bucket_mb" in allreduce_advice(large)
-
-
-def test_two_processes_reduce_messages_of_several_sizes(start):
-    program = start("perf", "allreduce", "--device", "cpu", "--ranks", "2", "--seconds", "0.05", "--json", "-")
-    assert program.wait() == 0, program.text()
-    found = json.loads(program.text()[program.text().index("[") :])
-    assert [each["bytes"] for each in found] == list(CPU_SIZES[: len(found)])
-    assert found
-    assert all(len(each["samples"]) >= 5 for each in found)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it can run here")
-def test_without_a_gpu_nccl_is_refused(z2a):
-    assert "--device" in z2a.refused(2, "perf", "allreduce", "--device", "cuda")

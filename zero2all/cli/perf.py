@@ -1,10 +1,9 @@
-"""`z2a perf`: what its verbs share, and those that measure: `ops`, `profile`, `allreduce`, `shapes`."""
+"""`z2a perf`: what its verbs share, and those that measure: `ops`, `profile`, `shapes`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ RENAMED = {
     "scoreboard": "z2a perf predict CONFIG --verify",
     "tokens": "z2a tokenizer eval",
     "diff": "z2a plot RUN RUN",
-    "bench": "z2a perf allreduce",
+    **dict.fromkeys(("bench", "allreduce"), "z2a doctor --ranks N"),
     "ablate": "python benchmarks/ablate.py",
     "infer": "python benchmarks/generate.py",
 }
@@ -119,33 +118,6 @@ def _profile(arguments: argparse.Namespace) -> None:
         for number, cells in enumerate(tables_of(found)):
             print_table(cells, None if number else title_of(found))
         print("\n".join([*map(t, found.notes), str(output / TRACE_NAME), str(output / "profile.json")]))
-
-
-@verb("""
-    perf allreduce: bus bandwidth of all-reduces over sizes, between processes of this machine
-
-    --ranks N:int>=2..64      processes (default: one per GPU; 2 on the CPU)
-    --seconds TIME:duration =20  measure for about this long (default 20)
-    --device auto|cpu|cuda =auto  device (default: auto)
-    JSON
-
-    z2a perf allreduce --ranks 8
-    """)
-def _allreduce(arguments: argparse.Namespace) -> int:
-    from zero2all.cli.table import print_table
-    from zero2all.measure.allreduce import allreduce_advice, allreduce_cells, measure_allreduces, possible_ranks
-
-    device, ranks = possible_ranks(arguments.device, arguments.ranks)
-    if "LOCAL_RANK" not in os.environ:
-        from zero2all.parallel.launch import run_processes
-
-        return run_processes(ranks, arguments.command_line)
-    found = measure_allreduces(device, arguments.seconds)
-    if os.environ["RANK"] == "0" and not write_json_result(arguments.json, [one.as_json() for one in found]):
-        about = f"{len(found)} sizes, {ranks} ranks; bus bandwidth = 2 (n - 1) / n x bytes / time"
-        print_table(allreduce_cells(found), about)
-        print(t(allreduce_advice(found)))
-    return 0
 
 
 @verb("""

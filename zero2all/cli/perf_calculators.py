@@ -6,7 +6,6 @@ Every flag is read as text first, so that all problems are reported together.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +36,6 @@ def _share(text: str) -> float:
     return value
 
 
-def _numbers(text: str) -> list[float]:
-    return [amount(part) for part in text.split(",")]
-
-
 def _gpu(text: str) -> Any:
     from zero2all.estimate.gpus import DEVICE_NAMES, GPUS
 
@@ -68,7 +63,6 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "number": (amount, "X", AMOUNT),
     "time": (_time, "TIME", TIME),
     "share": (_share, "SHARE", "a share above 0 and at most 1, such as 0.4 or 40%"),
-    "numbers": (_numbers, "N,…", "numbers above 0 with commas between, such as 1000,3000,4192"),
     "gpu": (_gpu, "NAME", ""),
     "recipe": (_one_of("zero2all.estimate.model_calculators", "RECIPES"), "NAME", ""),
     "recompute": (_one_of("zero2all.estimate.model_calculators", "RECOMPUTED"), "KIND", ""),
@@ -80,22 +74,11 @@ KINDS: dict[str, tuple[Callable[[str], Any], str, str]] = {
 FLAGS: dict[str, tuple[str, str]] = {
     "params": ("count", "parameters, where that is all you know"),
     "active": ("count", "parameters that a token uses, with --params (default: all)"),
-    "layers": ("count", "number of blocks"),
-    "hidden-size": ("count", "width of the model (hidden size)"),
-    "intermediate-size": ("count", "width inside the SwiGLU"),
-    "heads": ("count", "query heads"),
-    "kv-heads": ("count", "key/value heads (default: as many as --heads)"),
-    "head-dim": ("count", "width of a head (default: hidden size / heads)"),
-    "vocab-size": ("count", "token ids"),
-    "experts": ("count", "experts per block"),
-    "experts-per-token": ("count", "experts that a token goes to"),
-    "expert-size": ("count", "width inside an expert"),
-    "shared-experts": ("count", "experts for every token"),
-    "dense-layers": ("count", "first blocks without experts"),
-    "latent": ("numbers", "latent attention (MLA): query rank, kv rank, plain, rope and value width of a head"),
+    "layers": ("count", "number of blocks, with --params"),
+    "hidden-size": ("count", "width of the model (hidden size), with --params"),
+    "vocab-size": ("count", "token ids, with --params"),
     "seq-len": ("count", "tokens of a sequence (default: the model's)"),
     "recompute": ("recompute", "blocks recomputed in the backward pass, for HFU: none, selective, full (default none)"),
-    "lengths": ("numbers", "lengths of the documents packed into a sequence"),
     "gpu": ("gpu", "accelerator by its exact name: a100, h100, h200, b200, … or the driver's name"),
     "peak-tflops": ("number", "dense peak in TFLOP/s, for one that is not known"),
     "gpus": ("count", "number of GPUs (default: 8 for `model`, otherwise 1)"),
@@ -121,10 +104,7 @@ FLAGS: dict[str, tuple[str, str]] = {
 }
 """Flag -> its kind and its help."""
 
-SHAPE = (
-    *("params", "active", "layers", "hidden-size", "intermediate-size", "heads", "kv-heads", "head-dim", "vocab-size"),
-    *("experts", "experts-per-token", "expert-size", "shared-experts", "dense-layers", "latent", "seq-len"),
-)
+SHAPE = ("params", "active", "layers", "hidden-size", "vocab-size", "seq-len")
 NODE = 8
 """GPUs over which ZeRO cuts, where nobody says how many."""
 FAILURES = "time gpus mtbf save restart interval"
@@ -132,17 +112,17 @@ SPEED = "gpus gpu peak-tflops mfu tflops tokens-per-second convention goodput"
 VERBS: dict[str, tuple[str, str]] = {
     "model": (
         "parameters of a model, FLOPs of a token, states by ZeRO stage, and the least time of generating",
-        "MODEL tokens lengths gpu gpus recipe sequences cache-value-bytes",
+        "MODEL tokens gpu gpus recipe sequences cache-value-bytes",
     ),
     "mfu": (
         "utilisation (MFU) of a speed in every convention",
-        "MODEL tokens-per-second step-seconds tokens-per-step gpus gpu peak-tflops lengths recompute",
+        "MODEL tokens-per-second step-seconds tokens-per-step gpus gpu peak-tflops recompute",
     ),
     "chinchilla": ("best parameters and tokens for a number of FLOPs", "flops params tokens law"),
     "cost": ("how long a run takes and what it costs", f"MODEL tokens {SPEED} price"),
     "failures": ("how often a long run should save, and what failures leave of its time", FAILURES),
 }
-"""Verb -> summary and flags. MODEL: a model, or flags of its shape."""
+"""Verb -> summary and flags. MODEL: a model, or --params with what else is known of it."""
 EXAMPLES = {
     "model": ("z2a perf model llama-3.1-8b", "z2a perf model z2all-1b --gpu h200 --gpus 64"),
     "mfu": (
@@ -159,7 +139,6 @@ EXAMPLES = {
         "z2a perf cost gpt-3 --tokens 300B --gpus 1024 --tflops 140 --convention 6N",
     ),
 }
-SHAPE_SWITCHES = ("--tied  the head is the embedding", "--gpt  GPT: biases, learned positions, tied head")
 
 
 def _declare(name: str) -> None:
@@ -167,7 +146,7 @@ def _declare(name: str) -> None:
     summary, flags = VERBS[name]
     table = [f"--{flag} {KINDS[FLAGS[flag][0]][1]}  {FLAGS[flag][1]}" for flag in _flags(name)]
     if "MODEL" in flags:
-        table = [f"model? MODEL  {MODEL_HELP} (also deepseek-v3, gpt-3)", *SHAPE_SWITCHES, *table, TAKES_FIELDS]
+        table = [f"model? MODEL  {MODEL_HELP} (also deepseek-v3, gpt-3)", *table, TAKES_FIELDS]
     example = "\n".join(EXAMPLES[name])
     lines = "\n".join([*table, "JSON"])
     verb(f"perf {name}: {summary}\n\n{lines}\n\n{example}", defaults={"calculator": name})(_calculate)
@@ -213,7 +192,7 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
         length, gpu = some("seq_len"), some("gpu")
         return {
             "parameters": of_model.params(model),
-            "flops": of_model.flops(model, **length, **gpu, **some("tokens", "lengths")),
+            "flops": of_model.flops(model, **length, **gpu, **some("tokens")),
             "states": of_model.zero(model, values.pop("gpus", NODE), **some("recipe")),
             "generating": of_model.inference(model, **length, **gpu, **values),
         }
@@ -248,82 +227,34 @@ def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Proble
 
 
 def _model(arguments: argparse.Namespace, values: dict[str, Any], problems: list[Problem]) -> Counted | None:
-    """The model that was named, or that the flags describe."""
+    """The model that was named, or what is known of it."""
     from zero2all.common.schema import MISSING, Problem
-    from zero2all.estimate.parameters import KNOWN_MODELS, counted, counted_by_total, counted_gpt
+    from zero2all.estimate.parameters import KNOWN_MODELS, counted_by_total
 
     given = [flag for flag in SHAPE if flag != "seq-len" and getattr(arguments, flag.replace("-", "_")) is not None]
     seq_len = values.get("seq_len")
     if arguments.model is not None:
-        given += [flag for flag in ("tied", "gpt") if getattr(arguments, flag)]
         if given:
             flags = ", ".join(f"--{flag}" for flag in given)
             problems.append(Problem("MODEL", arguments.model, f"no {flags} beside it; change it by --model.FIELD"))
         if arguments.model in KNOWN_MODELS and not arguments.overrides:
             return KNOWN_MODELS[arguments.model]
         return _configured(arguments, problems)
-    if not given:
-        numbers = "--hidden-size, --layers, --heads, --intermediate-size, --vocab-size"
-        rule = f"a model, or its numbers: --params; or {numbers}"
-        problems.append(Problem("MODEL", MISSING, rule))
+    if "params" not in given:
+        problems.append(Problem("MODEL", MISSING, "a model, or the number of its parameters: --params"))
         return None
     if any(flag.replace("-", "_") not in values for flag in given):
         return None  # it is named among the problems already
     get = values.get
-    if arguments.gpt:
-        names = ("hidden_size", "layers", "vocab_size", "seq_len")
-        if all(map(get, names)):
-            return counted_gpt(*(values[name] for name in names))
-        problems.append(
-            Problem("--gpt", MISSING, "--hidden-size, --layers, --vocab-size and --seq-len, for its positions")
-        )
-        return None
-    if "params" in values:
-        tables = 2 * get("vocab_size", 0) * get("hidden_size", 0)
-        if get("active", 0) > values["params"]:
-            problems.append(Problem("--active", get("active"), f"at most the parameters ({values['params']:,})"))
-        if tables >= values["params"]:
-            rule = f"tables smaller than the model: 2 x {get('hidden_size')} wide, and {values['params']:,} parameters"
-            problems.append(Problem("--vocab-size", get("vocab_size"), rule))
-        return counted_by_total(
-            values["params"], get("active"), get("layers"), get("hidden_size"), get("vocab_size"), seq_len
-        )
-    shape = _plain_shape(arguments, values, problems)
-    return None if shape is None else counted(*shape)
-
-
-def _plain_shape(arguments: argparse.Namespace, values: dict[str, Any], problems: list[Problem]) -> Any:
-    """The model that dimensions describe, as `counted` takes it; None where they do not fit together."""
-    from zero2all.common.schema import MISSING, Problem
-    from zero2all.estimate.parameters import Latent, Unpadded
-    from zero2all.model.config import MoeConfig
-
-    inner = "expert_size" if "experts" in values and "dense_layers" not in values else "intermediate_size"
-    needed = ("hidden_size", "layers", "heads", "vocab_size", inner)
-    missing = [f"--{name.replace('_', '-')}" for name in needed if name not in values]
-    if missing:
-        problems.append(Problem(", ".join(missing), MISSING, "all dimensions of the model, or --params alone"))
-        return None
-    experts = {name: values[name] for name in MoeConfig.__dataclass_fields__ if name in values}
-    plain = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "head_dim")
-    config = Unpadded(
-        **{name: values[name] for name in plain if name in values},
-        kv_heads=values.get("kv_heads", values["heads"]),
-        tied_embeddings=arguments.tied,
-        moe=MoeConfig(**experts),
+    tables = 2 * get("vocab_size", 0) * get("hidden_size", 0)
+    if get("active", 0) > values["params"]:
+        problems.append(Problem("--active", get("active"), f"at most the parameters ({values['params']:,})"))
+    if tables >= values["params"]:
+        rule = f"tables smaller than the model: 2 x {get('hidden_size')} wide, and {values['params']:,} parameters"
+        problems.append(Problem("--vocab-size", get("vocab_size"), rule))
+    return counted_by_total(
+        values["params"], get("active"), get("layers"), get("hidden_size"), get("vocab_size"), seq_len
     )
-    latent = values.get("latent")
-    if latent is not None and len(latent) != len(Latent.__dataclass_fields__):
-        problems.append(Problem("--latent", latent, "five widths: query rank, kv rank, plain, rope, value"))
-        return None
-    wrong = [] if latent else config.problems("model")
-    for problem in wrong:
-        flag = problem.field.rpartition(".")[2].replace("_", "-")
-        expected = re.sub(r"model\.(?:moe\.)?(\w+)", lambda name: f"--{name[1].replace('_', '-')}", problem.expected)
-        problems.append(Problem(f"--{flag}", problem.value, expected))
-    if wrong:
-        return None
-    return config, "plain numbers", values.get("seq_len"), Latent(*map(int, latent)) if latent else None
 
 
 def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Counted | None:

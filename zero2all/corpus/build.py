@@ -288,10 +288,7 @@ class _Build:
         if plan.source.is_auto:
             channels = [each.channel for each in self.parts if each.plan is plan]
             content[PART_KEY] = {"source": plan.name, "inputs": plan.inputs, "channels": channels}
-        fields = report_fields(part, states)
-        contained = finish.duplicates.contained if finish.duplicates is not None else {}
-        fields["contained"] = contained.get(part.name, {})
-        finish.commit(self.inputs[part.name], content, fields)
+        finish.commit(self.inputs[part.name], content, report_fields(part, states))
         self.stale = [each for each in self.stale if each is not part]
         if not self.keep_build and all(each.plan is not plan for each in self.stale):
             shutil.rmtree(self.work / plan.inputs, ignore_errors=True)

@@ -227,15 +227,8 @@ def _striking_drops(name: str, source: Mapping[str, Any], work: Path | None) -> 
 
 
 def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
-    """Records that stand inside longer ones, and what became of characters without a meaning; a sentence by topic."""
+    """What became of characters without a meaning; a sentence by topic."""
     words = {}
-    if (contained := source["contained"]).get("records"):
-        example = contained["examples"][0]
-        words["contained"] = (
-            f"{contained['records']:,} of {contained['looked_up']:,} records looked up are contained in a "
-            f"longer record to 80% or more and were kept, such as gid {example['gid']} in gid "
-            f"{example['inside']}"
-        )
     if counts := source["private_use"]:
         words["characters"] = (
             f"private-use characters in {counted(counts['records'], 'record')}: {counts.get('mapped', 0):,} "

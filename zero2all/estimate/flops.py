@@ -21,7 +21,7 @@ selective      only norms and the like, which count as 0 here; and the qkv proje
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zero2all.estimate.floors import operator_work
@@ -48,11 +48,6 @@ def conventions(active: float, matmul: float, attention_width: float, seq_len: f
         "palm": 6.0 * matmul + full_attention,
         "causal": 6.0 * matmul + full_attention / 2,
     }
-
-
-def packed_length(lengths: Sequence[float]) -> float:
-    """The sequence length that documents packed into one row, each attending to itself only, count as."""
-    return sum(length**2 for length in lengths) / sum(lengths)
 
 
 FLOPS_PER_VALUE = {"rms_norm": (5.0, 9.0), "rope": (3.0, 3.0), "swiglu": (6.0, 10.0), "cross_entropy": (4.0, 2.0)}

@@ -5,13 +5,12 @@ Each returns an `CalculatorAnswer`; `zero2all.cli.perf_calculators` reads the ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zero2all.common.schema import MISSING, Problem
 from zero2all.estimate.answer import CalculatorAnswer, ImpossibleError, Term
 from zero2all.estimate.floors import decoding_bytes, least_seconds, matmul_bytes, matmul_flops, tiling
-from zero2all.estimate.flops import CONVENTIONS, conventions, flops_by_group, packed_length
+from zero2all.estimate.flops import CONVENTIONS, conventions, flops_by_group
 from zero2all.estimate.gpus import GPUS, Gpu
 from zero2all.estimate.parameters import Counted
 
@@ -20,7 +19,6 @@ HOW = {
     "seed": "6 x active parameters + 12 x attention width x seq_len (all positions)",
     "palm": "6 x matmul parameters + 12 x attention width x seq_len (all positions)",
     "causal": "6 x matmul parameters + 6 x attention width x seq_len (causal half)",
-    "packed": "6 x matmul parameters + 6 x attention width x sum(length^2) / sum(length)",
 }
 CONVENTION = (
     "Training FLOPs of one token, forward and backward; 1 multiply-add (MAC) = 2 FLOPs, backward = 2 x forward. "
@@ -59,7 +57,7 @@ def known_peak(devices: Devices, problems: list[Problem] | None = None) -> float
     return peak * 1e12 if peak is not None else gpu.peak_flops if gpu else 0.0
 
 
-def variants(model: Counted, seq_len: float | None, lengths: Sequence[float] | None = None) -> dict[str, float]:
+def variants(model: Counted, seq_len: float | None) -> dict[str, float]:
     """FLOPs per token under every convention for which enough of the model is known."""
     found = {"6N": 6.0 * model.active}
     width = model.attention_width
@@ -67,10 +65,7 @@ def variants(model: Counted, seq_len: float | None, lengths: Sequence[float] | N
         return found
     matmul = model.matmul
     ours = conventions(model.active, matmul or 0, width, seq_len)
-    found |= ours if matmul is not None else {"seed": ours["seed"]}
-    if lengths and matmul is not None:
-        found["packed"] = conventions(0, matmul, width, packed_length(lengths))["causal"]
-    return found
+    return found | (ours if matmul is not None else {"seed": ours["seed"]})
 
 
 def lacking(model: Counted, seq_len: float | None) -> list[str]:
@@ -118,12 +113,11 @@ def flops(
     model: Counted,
     seq_len: int | None = None,
     tokens: int | None = None,
-    lengths: Sequence[float] | None = None,
     gpu: Gpu | None = None,
 ) -> CalculatorAnswer:
     """FLOPs per token under every convention, attention's share, and the work of `tokens` tokens by group."""
     seq_len = seq_len or model.seq_len
-    found = variants(model, seq_len, lengths)
+    found = variants(model, seq_len)
     terms = [Term(name, value, "FLOP/token", HOW[name]) for name, value in found.items()]
     if "causal" in found:
         attention = found["palm"] - found["causal"]
@@ -179,7 +173,6 @@ def mfu(
     tokens_per_second: float | None = None,
     devices: Devices = ONE_GPU,
     seq_len: int | None = None,
-    lengths: Sequence[float] | None = None,
     recompute: str = "none",
 ) -> CalculatorAnswer:
     """Utilisation in every convention: tokens/s x FLOPs per token / (GPUs x peak)."""
@@ -190,7 +183,7 @@ def mfu(
     peak = known_peak(devices, problems)
     assert tokens_per_second is not None
     seq_len = seq_len or model.seq_len
-    found = variants(model, seq_len, lengths)
+    found = variants(model, seq_len)
     terms = [
         Term("speed", tokens_per_second, "tokens/s", "all GPUs together"),
         Term("peak", gpus * peak, "FLOP/s", f"{gpus} x {peak / 1e12:g} TFLOP/s, dense bfloat16"),

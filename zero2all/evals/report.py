@@ -82,8 +82,7 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            once = workspace.run(loaded.name) / "eval" / "once"
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks)
     return report
 
 

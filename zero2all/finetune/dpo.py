@@ -6,10 +6,19 @@ import math
 from typing import Any
 
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, config_values
+from zero2all.config import config_values
 from zero2all.config.finetune import PAIRS
 from zero2all.finetune.data import DataOptions
-from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, run_length
+from zero2all.finetune.prepare import (
+    NO_DROPOUT,
+    PreparedRun,
+    adamw,
+    base_model,
+    begin_run,
+    changed_config,
+    packed_data,
+    run_length,
+)
 from zero2all.finetune.sft import SftOptions, packed_for
 
 FOLDER = "dpo"
@@ -31,18 +40,13 @@ def prepare_dpo(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     report = packed_for(loaded, workspace, options, folder, data)
     changes: dict[str, dict[str, Any]] = {
         **run_length(options.name, known, report["rows"]["train"] * options.epochs, seq_len),
-        "data": {
-            **{"packed": str(folder), "mixture": {PAIRS: 1.0}, "seq_len": seq_len, "max_epochs": None},
-            **{"packing": "best_fit", "document_mask": True},
-        },
-        "model": dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0),
+        "data": packed_data(folder, {PAIRS: 1.0}, seq_len),
+        "model": NO_DROPOUT,
+        "optim": adamw(loaded, options.lr, RATES),
         "finetune": {"method": "dpo"},
         "guards": {"loss_spike": "log"},  # the loss of all answers rises as the rejected ones become less likely
     }
     changes["train"]["z_loss"] = 0.0
     warmup = max(1, int(WARMUP_SHARE * changes["train"]["steps"]))
     changes["schedule"] = {"kind": "linear", "warmup_steps": warmup, "min_lr_ratio": 0.0}
-    optim = {} if known.optim.kind.startswith("adamw") else config_values(RunConfig())["optim"]  # not Muon's rates
-    lr = options.lr or next(rate for most, rate in RATES if loaded.parameters <= most)
-    changes["optim"] = {**optim, "lr_max": lr, "weight_decay": 0.0}
     return begin_run(loaded, changed_config(values, changes, options.overrides), workspace, report, options.replace)

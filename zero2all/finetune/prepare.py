@@ -30,6 +30,7 @@ from zero2all.train.state import DTYPES
 
 FEWEST_STEPS = 40
 """A set so small that it would be read in fewer steps gets smaller steps."""
+NO_DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,22 @@ def run_length(name: str, base: RunConfig, rows: float, seq_len: int) -> dict[st
         "validation": {"every_steps": often},
         "checkpoint": {"every_steps": often, "keep_every_steps": 0},
     }
+
+
+def packed_data(folder: Path, mixture: Mapping[str, float], seq_len: int) -> dict[str, Any]:
+    """The settings of data that was packed for a run: rows of whole conversations, which do not see each other."""
+    return {
+        **{"packed": str(folder), "mixture": dict(mixture), "seq_len": seq_len, "max_epochs": None},
+        **{"packing": "best_fit", "document_mask": True},
+    }
+
+
+def adamw(base: LoadedModel, lr: float | None, rates: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The settings of AdamW; without `lr`, the rate by the parameters of the base. Muon's rates are no rates of it."""
+    assert base.config is not None, "it is a run"
+    kept = {} if base.config.optim.kind.startswith("adamw") else config_values(RunConfig())["optim"]
+    rate = lr or next(rate for most, rate in rates if base.parameters <= most)
+    return {**kept, "lr_max": rate, "weight_decay": 0.0}
 
 
 def changed_config(

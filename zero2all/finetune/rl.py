@@ -16,10 +16,19 @@ from zero2all.common import jsonio
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_atomic
 from zero2all.common.workspace import Workspace
-from zero2all.config import RunConfig, config_values
+from zero2all.config import config_values
 from zero2all.config.finetune import PROMPTS, GrpoConfig
 from zero2all.finetune.data import DataOptions
-from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, run_length
+from zero2all.finetune.prepare import (
+    NO_DROPOUT,
+    PreparedRun,
+    adamw,
+    base_model,
+    begin_run,
+    changed_config,
+    packed_data,
+    run_length,
+)
 from zero2all.finetune.rewards import NEEDS, Rewards
 from zero2all.finetune.rollouts import tools_of
 from zero2all.finetune.sft import SftOptions, packed_for
@@ -53,18 +62,13 @@ def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedR
     folder = (workspace.root / FOLDER / options.name).resolve()
     seq_len = options.seq_len or min(known.data.seq_len, known.model.max_seq_len)
     changes: dict[str, dict[str, Any]] = {
-        "data": {
-            **{"packed": str(folder), "mixture": {PROMPTS: 1.0}, "seq_len": seq_len, "max_epochs": None},
-            **{"packing": "best_fit", "document_mask": True},
-        },
-        "model": dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0),
+        "data": packed_data(folder, {PROMPTS: 1.0}, seq_len),
+        "model": NO_DROPOUT,
+        "optim": adamw(loaded, options.lr, RATES),
         "finetune": {"method": "grpo", "grpo": {"max_new_tokens": min(GrpoConfig.max_new_tokens, seq_len // 2)}},
         "guards": {"loss_spike": "log"},  # the loss is that of what was drawn
         "schedule": {"kind": "linear", "warmup_steps": min(WARMUP_STEPS, options.steps // 2), "min_lr_ratio": 0.0},
     }
-    optim = {} if known.optim.kind.startswith("adamw") else config_values(RunConfig())["optim"]  # not Muon's rates
-    lr = options.lr or next(rate for most, rate in RATES if loaded.parameters <= most)
-    changes["optim"] = {**optim, "lr_max": lr, "weight_decay": 0.0}
     length = run_length(options.name, known, options.steps, seq_len)
     changes |= {**length, "train": {**length["train"], "steps": options.steps, "z_loss": 0.0}}
     often = {"every_steps": max(1, options.steps // 8)}

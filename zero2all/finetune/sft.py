@@ -24,7 +24,16 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values
 from zero2all.finetune.data import SOURCE, DataOptions, inputs_of, pack_conversations
 from zero2all.finetune.distill import keep_teacher
-from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, refuse_changed, run_length
+from zero2all.finetune.prepare import (
+    NO_DROPOUT,
+    PreparedRun,
+    base_model,
+    begin_run,
+    changed_config,
+    packed_data,
+    refuse_changed,
+    run_length,
+)
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.mixture import source_weights
@@ -124,10 +133,7 @@ def _config(
     lr = options.lr or lr * (LORA_RATE if options.lora else 1)
     changes: dict[str, dict[str, Any]] = {
         **length,
-        "data": {
-            **{"packed": str(folder), "mixture": mixture, "seq_len": seq_len, "max_epochs": None},
-            **{"packing": "best_fit", "document_mask": True},
-        },
+        "data": packed_data(folder, mixture, seq_len),
         "optim": {"lr_max": float(f"{lr:.4g}"), "weight_decay": 0.0},
         "schedule": {
             "kind": "linear",
@@ -137,7 +143,7 @@ def _config(
         "finetune": {"method": "sft", "lora": {"rank": options.lora}},
     }
     if options.teacher:
-        changes["model"] = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+        changes["model"] = NO_DROPOUT
         changes["train"]["z_loss"] = 0.0
         changes["finetune"] |= {"method": "distill", "distill": {"teacher": options.teacher}}
     return changed_config(values, changes, options.overrides)

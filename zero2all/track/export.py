@@ -16,9 +16,9 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -42,28 +42,15 @@ RETRY_SECONDS = (1.0, 60.0)
 Row = dict[str, Any]
 
 
-class Sink(Protocol):
-    """Where rows go. Any exception it raises means: not taken, try these rows again."""
-
-    state: Path  # a file of the target's own in which the export notes how far it is
-
-    def send(self, rows: list[Row]) -> None:
-        """Take these rows, metric and event rows mixed; they are safe when this returns."""
-
-    def close(self) -> None:
-        """No more rows will come."""
-
-
 @dataclass
 class Sent:
     """What an export did."""
 
     rows: int = 0
     skipped_lines: int = 0
-    failures: list[str] = field(default_factory=list)
 
 
-def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float], object] = time.sleep) -> Sent:
+def export(folder: Path, sink: EventFolder, follow: bool = False, wait: Callable[[float], object] = time.sleep) -> Sent:
     """Send all rows of a run; with `follow`, go on until it has ended, and try again when the sink fails."""
     if not (folder / METRICS_FOLDER).is_dir():
         raise BadInputError(f"There are no metrics in {folder}. Give a run's folder, for example work/runs/NAME.")
@@ -83,8 +70,7 @@ def export(folder: Path, sink: Sink, follow: bool = False, wait: Callable[[float
             except Exception as error:
                 if not follow:
                     raise
-                sent.failures.append(f"{type(error).__name__}: {error}"[:300])
-                say(f"export: {sent.failures[-1]}; trying again in {pause:.0f} s")
+                say(f"export: {type(error).__name__}: {str(error)[:300]}; trying again in {pause:.0f} s")
                 wait(pause)
                 pause = min(2 * pause, RETRY_SECONDS[1])
                 tail.rewind()
@@ -161,7 +147,7 @@ class EventFolder:
         self._described: set[str] = set()
 
     def send(self, rows: list[Row]) -> None:
-        """Append the rows and flush."""
+        """Append the rows, metric and event rows mixed, and flush: they are safe when this returns."""
         if self._file is None:
             self._file = _new_event_file(self._folder)
             self._write(wall_time=time.time(), file_version="brain.Event:2")

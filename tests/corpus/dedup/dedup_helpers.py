@@ -46,9 +46,8 @@ def text_digest(text: str) -> bytes:
 
 
 def described(digests: np.ndarray, lengths: np.ndarray, signatures: np.ndarray) -> Described:
-    """With the beginnings of the digests as keys, and no anchors."""
-    anchors = np.full((len(digests), 8), 0xFFFFFFFF, np.uint32)
-    return Described(digests, lengths, signatures, anchors, np.ascontiguousarray(digests).view(">u8")[:, 0])
+    """With the beginnings of the digests as keys."""
+    return Described(digests, lengths, signatures, np.ascontiguousarray(digests).view(">u8")[:, 0])
 
 
 def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", **settings: Any) -> list[Path]:

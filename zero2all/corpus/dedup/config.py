@@ -9,10 +9,6 @@ from typing import Literal
 VALUES = 256
 """Minhash values of a signature, one byte each. The estimate of a Jaccard of 0.8 has a standard deviation of 0.025."""
 
-ANCHORS = 8
-"""The least shingle hashes kept of each text, by which pieces of it are found. Half of a text shares at least one with
-the whole in 99.6 % of all cases, a quarter in 90 %."""
-
 Unit = Literal["character", "word", "token"]
 
 

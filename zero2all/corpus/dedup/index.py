@@ -3,7 +3,6 @@
     index.npy        digest (16 bytes as two big-endian uint64), key (what decides the split), ordinal (place of the
                      record among all items of the unit, kept or not), text_bytes: 36 bytes a record
     signatures.npy   (n, 256) uint8; absent when near dedup is off
-    anchors.npy      (n, 8) uint32; absent when near dedup is off
 
 They are ordinary .npy files, written row by row: the header has a fixed size and gets its shape at the end.
 """
@@ -20,14 +19,12 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import PARTIAL_MARK
-from zero2all.corpus.dedup.config import ANCHORS, VALUES
+from zero2all.corpus.dedup.config import VALUES
 from zero2all.corpus.dedup.signatures import Described
 
 INDEX_NAME = "index.npy"
 SIGNATURES_NAME = "signatures.npy"
-ANCHORS_NAME = "anchors.npy"
 INDEX = np.dtype([("digest", ">u8", 2), ("key", "<u8"), ("ordinal", "<u8"), ("text_bytes", "<u4")])
-ANCHOR_ROW = np.dtype((np.uint32, ANCHORS))
 SIGNATURE = np.dtype((np.uint8, VALUES))
 HEADER_BYTES = 256
 
@@ -38,7 +35,6 @@ class IndexWriter:
     def __init__(self, folder: Path, near: bool) -> None:
         self._index = _NpyAppender(folder / INDEX_NAME, INDEX)
         self._signatures = _NpyAppender(folder / SIGNATURES_NAME, SIGNATURE) if near else None
-        self._anchors = _NpyAppender(folder / ANCHORS_NAME, ANCHOR_ROW) if near else None
 
     def add(self, described: Described, ordinals: np.ndarray) -> None:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
@@ -48,17 +44,16 @@ class IndexWriter:
         rows["ordinal"] = ordinals
         rows["text_bytes"] = described.text_bytes
         self._index.append(rows)
-        if self._signatures is not None and self._anchors is not None:
-            if described.signatures is None or described.anchors is None:
+        if self._signatures is not None:
+            if described.signatures is None:
                 raise AssertionError("near dedup is on, but the batch was described without signatures")
             self._signatures.append(described.signatures)
-            self._anchors.append(described.anchors)
 
     def __enter__(self) -> IndexWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._index, self._signatures, self._anchors):
+        for file in (self._index, self._signatures):
             if file is not None:
                 file.close()
 
@@ -82,11 +77,6 @@ def index_slice(folder: Path, start: int, records: int) -> np.ndarray:
 def read_signatures(folder: Path) -> np.ndarray:
     """(n, 256) uint8, mapped from disk."""
     return _map(folder / SIGNATURES_NAME, SIGNATURE)
-
-
-def read_anchors(folder: Path) -> np.ndarray:
-    """(n, 8) uint32, mapped from disk."""
-    return _map(folder / ANCHORS_NAME, ANCHOR_ROW)
 
 
 def digest_bytes(rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A batch of texts to what dedup needs of them: a digest, a key, a length, and a minhash signature with its anchors.
+"""A batch of texts to what dedup needs of them: a digest, a key, a length, and a minhash signature.
 
 The digest, xxh3_128 of the text with its white space collapsed, decides exact duplicates. The signature has 256 bytes
 (`text_kernels.sign_texts`), all zero for a text without any unit, which has no near duplicates. The key decides what is
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from zero2all.corpus.dedup.config import ANCHORS, VALUES, DedupConfig
+from zero2all.corpus.dedup.config import VALUES, DedupConfig
 
 DIGEST_BYTES = 16
 
@@ -29,8 +29,6 @@ class Described(NamedTuple):
     """(n,) uint32: length in UTF-8."""
     signatures: np.ndarray | None
     """(n, 256) uint8; None when near dedup is off."""
-    anchors: np.ndarray | None
-    """(n, 8) uint32, rising; None when near dedup is off."""
     keys: np.ndarray
     """(n,) uint64."""
 
@@ -58,8 +56,8 @@ def describe_encoded(encoded: Encoded, channel: str, config: DedupConfig) -> Des
     signed.keys[no_letters] = digests[no_letters].view(">u8")[:, 0]
     lengths = np.diff(offsets).astype(np.uint32)
     if config.near == "off":
-        return Described(digests, lengths, None, None, signed.keys)
-    return Described(digests, lengths, signed.signatures, signed.anchors, signed.keys)
+        return Described(digests, lengths, None, signed.keys)
+    return Described(digests, lengths, signed.signatures, signed.keys)
 
 
 def encode(texts: Sequence[str]) -> Encoded:
@@ -72,7 +70,6 @@ def encode(texts: Sequence[str]) -> Encoded:
 
 class _Signed(NamedTuple):
     signatures: np.ndarray
-    anchors: np.ndarray
     keys: np.ndarray
 
 
@@ -82,9 +79,7 @@ def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupCo
     shingle = config.shingle(channel)
     texts = offsets.size - 1
     signed = texts if config.near != "off" else 0
-    out = _Signed(
-        np.empty((signed, VALUES), np.uint8), np.empty((signed, ANCHORS), np.uint32), np.empty(texts, np.uint64)
-    )
+    out = _Signed(np.empty((signed, VALUES), np.uint8), np.empty(texts, np.uint64))
     mode = kernels.UNIT_MODES[shingle.unit]
     tables = (kernels.FOLD, kernels.CLASSES, kernels.WALKS, kernels.STEPS)
     kernels.sign_texts(buffer, offsets, mode, shingle.length, *out, *tables)

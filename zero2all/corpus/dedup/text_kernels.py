@@ -13,7 +13,7 @@ One core of a Neoverse N1, texts of 4 to 28 KB, CPU time, encoding included: 153
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, types, uint8, uint16, uint32, uint64
+from numba import int64, njit, types, uint8, uint16, uint64
 
 from zero2all.corpus.dedup.config import VALUES
 from zero2all.corpus.dedup.fold import LETTER, SIGN, SPACE, character_class, fold_table
@@ -138,23 +138,8 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
         out[place] = np.uint8(value >> np.uint32(24))
 
 
-@njit(nogil=True)
-def _choose_anchors(minima: np.ndarray, out: np.ndarray) -> None:
-    """The least of the minima, in rising order; EMPTY where there are fewer."""
-    out[:] = EMPTY
-    last = out.size - 1
-    for place in range(VALUES):
-        value = minima[place]
-        if value < out[last]:
-            at = last
-            while at > 0 and out[at - 1] > value:
-                out[at] = out[at - 1]
-                at -= 1
-            out[at] = value
-
-
 @njit(
-    types.void(TEXT, OFFSETS, int64, int64, BYTES_2D, uint32[:, ::1], uint64[::1], FOLDS, TEXT, CONST_2D, STEPS_2D),
+    types.void(TEXT, OFFSETS, int64, int64, BYTES_2D, uint64[::1], FOLDS, TEXT, CONST_2D, STEPS_2D),
     cache=True,
     nogil=True,
 )
@@ -164,18 +149,16 @@ def sign_texts(
     mode: int,
     length: int,
     out: np.ndarray,
-    anchors: np.ndarray,
     keys: np.ndarray,
     fold: np.ndarray,
     classes: np.ndarray,
     walks: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """The signature of every text, all zeros for a text without units; its anchors; and its key.
+    """The signature of every text, all zeros for a text without units; and its key.
 
-    The anchors are the least hashes of its shingles: those of a piece of a text are likely among those of the text. The
-    key is a hash of all its units but signs, so of its letters and digits in order; 0 for a text that has none. With
-    `out` of no rows there are only keys.
+    The key is a hash of all its units but signs, so of its letters and digits in order; 0 for a text that has none.
+    With `out` of no rows there are only keys.
     """
     near = out.shape[0] > 0
     minima = np.empty(VALUES, np.uint32)
@@ -263,7 +246,6 @@ def sign_texts(
             _add(minima, shingle + np.uint64(units) * SHORT)
         keys[number] = max(_mix(key), np.uint64(1)) if key else np.uint64(0)
         if near:
-            _choose_anchors(minima, anchors[number])
             _finish(minima, out[number], walks, steps)
 
 
