@@ -13,7 +13,7 @@ from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
 from zero2all.evals.judge import JudgeOptions
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
-from zero2all.evals.rewrites.list import NO_LONGER, REWRITES, chosen_rewrites
+from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
 from zero2all.evals.rewrites.measure import (
     ModelAnswer,
     Said,
@@ -22,8 +22,11 @@ from zero2all.evals.rewrites.measure import (
     measure_rewrites,
     rewrite_figures,
     rewrite_lines,
+    write_once,
 )
 from zero2all.evals.rewrites.options import HARDEST
+from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
+from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
 from zero2all.quickstart.pipeline import WORLD_SEED
 from zero2all.quickstart.world.generator import documents
@@ -82,7 +85,11 @@ def test_none_of_the_others_replaces_the_right_option_or_a_wrong_one_where_that_
     assert [made(name, item) for name in ("R2", "R3", "R4")] == [[], [], []]
 
 
-def test_the_question_is_turned_round_or_asked_of_two_options():
+def test_of_several_right_options_one_is_left_and_of_one_right_option_the_question_is_turned():
+    several = replace(CAPITAL, extra={"golds": (0, 2)})
+    item = only("R5", several)
+    assert sorted(item.choices) in (["Lima", "Oslo", "Paris"], ["Lima", "Oslo", "Rome"])
+    assert item.answer in ("Paris", "Rome")
     turned = only("R5", CAPITAL)
     assert turned.question.startswith("Which of these is not a right answer?")
     assert len(turned.choices) == 2
@@ -108,9 +115,12 @@ def test_wording_becomes_a_short_answer_a_proposal_or_a_statement():
     assert only("R10", GOES_ON).choices[0] == "The capital of France is Rome"
 
 
-def test_an_irrelevant_sentence_comes_first():
+def test_an_irrelevant_sentence_comes_first_and_another_language_needs_a_translation():
     assert only("R13", WATER).question.endswith("。水的化学式是什么？")
     assert only("R13", CAPITAL).question.endswith(". What is the capital of France?")
+    assert made("R15", WATER) == []
+    item = only("R15", replace(WATER, extra={"translation": "What is the formula of water?"}))
+    assert (item.question, item.language, item.choices) == ("What is the formula of water?", "en", WATER.choices)
 
 
 def test_every_option_stands_in_the_context_as_the_answer():
@@ -128,17 +138,46 @@ def test_paraphrases_are_those_the_item_brings_along():
     assert only("R18.one", item).question in item.extra["paraphrases"]
 
 
-def test_other_words_or_an_other_order_stand_around_the_question():
+# ---- surface and numbers --------------------------------------------------------------------------------------
+
+
+def test_surface_changes_keep_the_words():
+    assert only("R11.width", WATER).choices[1] == "Ｈ２Ｏ"
+    assert only("R11.traditional", WATER).question == "水的化學式是什麼？".replace("麼", "么")
     assert only("R11.options_first", CAPITAL).question.startswith("A. Rome\n")
     assert made("R11.wording", CAPITAL)[0].question == "Q: What is the capital of France?\nA:"
+    assert only("R11.numerals", PENS).question.startswith("three pens cost four yuan")
+    assert [made(name, CAPITAL) for name in ("R11.width", "R11.traditional", "R11.numerals")] == [[], [], []]
+    assert [chinese_numeral(number) for number in (0, 10, 12, 20, 99)] == ["零", "十", "十二", "二十", "九十九"]
+    assert [english_numeral(number) for number in (0, 13, 20, 42)] == ["zero", "thirteen", "twenty", "forty-two"]
+    assert made("R11.numerals", replace(PENS, question="In 1999 it was 3.5 m, 100 %, 7th.")) == []
+
+
+def test_other_numbers_give_another_answer():
+    for seed in range(5):
+        item = only("R12", PENS, seed)
+        pens, yuan = (int(word) for word in item.question.split() if word.isdigit())
+        assert (pens, yuan) != (3, 4)
+        assert int(item.answer) == pens * yuan
+    solution = "She sold 48/2 = 24 clips in May. Together 48+24 = 72 clips. The answer is 72."
+    clips = Item("clips", "She sold 48 clips, then half as many.", answer=solution, extra={"number": "72"})
+    item = only("R12", clips)
+    given = int(item.question.split()[2])
+    assert given != 48
+    assert item.extra["number"] == str(given + given // 2), "by the equations of the written solution"
+    unknown = {"2 and 2?": "4", "3 pens, 4 yuan, 5 days": "12", "Who?": "Paris", "3 of 4": "99", "7 or 0": "7"}
+    for question, answer in unknown.items():
+        assert made("R12", replace(PENS, question=question, answer=answer)) == []
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------
 
+EVERY_CHAIN = [name for name, rewrite in REWRITES.items() if not isinstance(rewrite, ShotRewrite)]
 
-@pytest.mark.parametrize("name", REWRITES)
+
+@pytest.mark.parametrize("name", EVERY_CHAIN)
 def test_every_rewrite_makes_items_that_can_be_asked_with_their_lineage_and_the_same_for_the_same_seed(name):
-    full = {"paraphrases": ("a?", "b?")}
+    full = {"translation": "?", "paraphrases": ("a?", "b?")}
     items = [replace(item, extra=full) for item in (WATER, CAPITAL, PASSAGE, GOES_ON, PENS)]
     found, again = ([each for item in items for each in made(name, item, seed=3)] for _ in range(2))
     assert found == again != []
@@ -158,7 +197,7 @@ def test_rewrites_follow_one_another_and_other_shapes_do_not_fit():
     assert made("R3+R2", CAPITAL) != []
     assert made("R10+R2", CAPITAL) == []  # whole sentences have no options to turn
     sentence = Item("s", "", ("He goes.", "He go."), 0, "He goes.", shape=SENTENCE)
-    assert all(made(name, sentence) == [] for name in REWRITES)
+    assert all(made(name, sentence) == [] for name in EVERY_CHAIN if name not in ("R12", "R11.numerals"))
 
 
 def test_names():
@@ -166,11 +205,21 @@ def test_names():
     assert next(iter(chosen_rewrites(["R1"]))) == "R1.han"
     assert "R10" not in chosen_rewrites(["R1"])
     assert len(chosen_rewrites(["all"])) == len(REWRITES)
+    assert {name.partition(".")[0] for name in REWRITES} == {f"R{n}" for n in (*range(1, 17), 18)}
     with pytest.raises(UsageError, match="no rewrite 'R99'"):
         chosen_rewrites(["R99"])
-    for name in (*NO_LONGER, "R14.wrong", "R13+R12"):
-        with pytest.raises(UsageError, match=r"was removed\. docs/benchmarks\.md"):
-            chosen_rewrites([name])
+    with pytest.raises(UsageError, match="cannot be joined"):
+        chosen_rewrites(["R2+R14.0"])
+
+
+def test_examples_can_be_wrong_or_balanced():
+    shots = tuple(replace(CAPITAL, id=str(number)) for number in range(8))
+    task = Task("t", "en", (WATER,), shots)
+    wrong = REWRITES["R14.wrong"].task(task, 0).shots
+    assert all(shot.gold != 2 and shot.answer == shot.choices[shot.gold] for shot in wrong)
+    balanced = REWRITES["R14.balanced"].task(task, 0).shots
+    assert [shot.gold for shot in balanced] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert all(shot.answer == "Paris" for shot in balanced)
 
 
 # ---- the comparison -------------------------------------------------------------------------------------------
@@ -282,7 +331,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
         for gold, (country, capital) in enumerate((("中国", "北京"), ("法国", "巴黎"), ("日本", "东京")))
     )
     task = Task("capitals", "zh", items, forms=("cloze", "choice"))
-    chains = chosen_rewrites(["R2", "R6", "R10", "R13", "R18", "R8"])
+    chains = chosen_rewrites(["R2", "R6", "R10", "R13", "R18", "R14.5", "R8"])
     found = measure_rewrites(Engine(trained), [task], chains)["capitals"]
     rows = {(row["rewrite"], row["form"]): row for row in found["rows"]}
     assert rows["R2", "choice"]["items"] == 3
@@ -291,6 +340,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     low, high = rows["R10", "cloze"]["gap_interval"]
     assert low <= rows["R10", "cloze"]["gap"] <= high
     assert rows["R18.one", "cloze"]["skipped"] == {"the rewrite does not fit": 3}
+    assert rows["R14.5", "cloze"]["skipped"] == {"too few examples": 3}
     assert rows["R8", "generate"]["items"] == 0
     assert found["spread"]["cloze"][0] <= rows["R10", "cloze"]["gap"] <= found["spread"]["cloze"][1]
     assert set(found["consistency"]) == {"cloze", "choice"}
@@ -299,7 +349,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rewrite_figures(section)["eval/rewrites/gap/capitals/R2/choice"] == rows["R2", "choice"]["gap"]
     lines = rewrite_lines(section)
     assert any("R13" in line and "%" in line for line in lines)
-    assert any("all items left out (the rewrite does not fit): R18.one" in line for line in lines)
+    assert any("all items left out (too few examples): R14.5" in line for line in lines)
     gaps = [("cloze", -0.7), ("choice", 0.1), ("choice", 0.3), ("generate", None)]
     spread = gap_spread([{"baseline": "choice", "form": form, "gap": gap} for form, gap in gaps])
     assert spread == {"choice": (0.1, 0.3)}, "only within the same forms"
@@ -312,6 +362,18 @@ def test_rewrites_are_asked_in_the_forms_that_were_chosen(trained):
     assert [(row["rewrite"], row["baseline"]) for row in found["rows"]] == [("R13", "cloze")]
     none = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), JudgeOptions(["cloze"], 0))
     assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": none})
+
+
+def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):
+    task = Task("exam", "zh", (WATER, PASSAGE, PENS))
+    assert write_once([task], tmp_path) == {"exam": 2}
+    texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert texts[1] == "France is a country.\nWhat is the capital of France?\nA. Rome\nB. Oslo\nC. Paris\nD. Lima"
+    (again,) = read_tasks(tmp_path / "ask", ["exam"])
+    assert [(item.id, item.question, item.choices, item.gold) for item in again.items] == [
+        (item.id, item.question, item.choices, item.gold) for item in (WATER, PASSAGE)
+    ]
+    assert again.items[1].context == PASSAGE.context
 
 
 # ---- the command line -----------------------------------------------------------------------------------------
@@ -343,7 +405,7 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
         assert problem in capsys.readouterr().err
     assert main(["eval", "contamination", "capitals", *common]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["capitals", "3", "0", "0.0%", "2"]
-    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2", "--forms", "choice", "--held-out", "none"]
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--held-out", "none"]
     assert main(["eval", "tiny", *common, *words, "--probes", "none", "--pairs", "none"]) == 0
     shown = capsys.readouterr().out
     assert "in the training text: all " in shown
@@ -352,6 +414,7 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     assert [row["rewrite"] for row in report["rewrites"]["tasks"]["capitals"]["rows"]] == ["R2", "R13+R2"]
     split = report["tasks"]["results"][0]["contamination"]
     assert {name: group["items"] for name, group in split.items()} == {"all": 3, "clean": 1, "dirty": 0, "weak": 2}
+    assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
 
 
 def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):

@@ -82,7 +82,8 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks)
+            once = workspace.run(loaded.name) / "eval" / "once"
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
     return report
 
 

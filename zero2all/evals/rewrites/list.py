@@ -1,21 +1,77 @@
-"""All rewrites by name, and what `--rewrites` may say: names, `R1` for all that begin with `R1.`, `R13+R2` for one
-after the other, or `all`."""
+"""All rewrites by name, with those of the examples of a prompt (R14), and what `--rewrites` may say: names, `R1` for
+all that begin with `R1.`, `R13+R2` for one after the other, or `all`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from zero2all.common.errors import UsageError
 from zero2all.common.schema import nearest_hint
-from zero2all.evals.rewrites.base import Rewrite
+from zero2all.evals.items import Item, Task
+from zero2all.evals.rewrites.base import Rewrite, with_options
 from zero2all.evals.rewrites.options import OPTIONS
-from zero2all.evals.rewrites.wording import WORDING
+from zero2all.evals.rewrites.wording import NUMBERS, SURFACE, WORDING
 
-REWRITES = {rewrite.name: rewrite for rewrite in (*OPTIONS, *WORDING)}
-NO_LONGER = ("R11.width", "R11.traditional", "R11.numerals", "R12", "R14", "R15", "R17")
-"""Rewrites of earlier versions."""
-Chain = tuple[Rewrite, ...]
-"""Rewrites one after the other."""
+MANY_SHOTS = 5
+
+
+@dataclass(frozen=True)
+class ShotRewrite:
+    """Another number of examples, or other examples."""
+
+    name: str
+    about: str
+    count: int
+    change: Callable[[Item, int, random.Random], Item] | None = None
+    """Example and its place -> the changed example."""
+
+    def task(self, task: Task, seed: int) -> Task:
+        """The task with its examples changed."""
+        if self.change is None:
+            return task
+        rng = random.Random(f"zero2all rewrite/{seed}/{self.name}/{task.name}")
+        fitting = [shot for shot in task.shots if len(shot.choices) > 1 and shot.gold is not None]
+        return replace(task, shots=tuple(self.change(shot, number, rng) for number, shot in enumerate(fitting)))
+
+
+def _with_gold(shot: Item, gold: int) -> Item:
+    return replace(shot, gold=gold, answer=shot.choices[gold])
+
+
+def _wrong(shot: Item, _: int, rng: random.Random) -> Item:
+    return _with_gold(shot, rng.choice([number for number in range(len(shot.choices)) if number != shot.gold]))
+
+
+def _random(shot: Item, _: int, rng: random.Random) -> Item:
+    return _with_gold(shot, rng.randrange(len(shot.choices)))
+
+
+def _balanced(shot: Item, place: int, _: random.Random) -> Item:
+    """The right option of the examples is A, B, C, D, A, … in turn."""
+    count, gold = len(shot.choices), shot.gold or 0
+    order: Sequence[int] = [(gold - place % count + number) % count for number in range(count)]
+    return with_options(shot, [shot.choices[number] for number in order], order.index(gold), order)
+
+
+SHOTS = (
+    ShotRewrite("R14.0", "no examples", 0),
+    ShotRewrite("R14.1", "one example", 1),
+    ShotRewrite("R14.5", "five examples", MANY_SHOTS),
+    ShotRewrite("R14.wrong", "five examples with wrong answers", MANY_SHOTS, _wrong),
+    ShotRewrite("R14.random", "five examples with random answers", MANY_SHOTS, _random),
+    ShotRewrite("R14.balanced", "five examples, each label as often", MANY_SHOTS, _balanced),
+)
+
+
+TRAIN_ONCE = "R17"
+"""Trains on the questions before they are asked: written as text to train on (see `report.py`), not asked here."""
+
+_ALL: tuple[Rewrite | ShotRewrite, ...] = (*OPTIONS, *WORDING, *SURFACE, *NUMBERS, *SHOTS)
+REWRITES = {rewrite.name: rewrite for rewrite in _ALL}
+Chain = tuple[Rewrite, ...] | ShotRewrite
+"""Rewrites one after the other, or one of the examples."""
 
 
 def _family(name: str) -> str:
@@ -23,9 +79,11 @@ def _family(name: str) -> str:
 
 
 def chosen_rewrites(words: Sequence[str]) -> dict[str, Chain]:
-    """What `--rewrites` asks for, by the name it is reported under."""
+    """What `--rewrites` asks for, by the name it is reported under; without R17."""
     found: dict[str, Chain] = {}
     for word in words:
+        if word == TRAIN_ONCE:
+            continue
         if word == "all":
             names = list(REWRITES)
         elif "+" in word:
@@ -35,21 +93,21 @@ def chosen_rewrites(words: Sequence[str]) -> dict[str, Chain]:
             names = [name for name in REWRITES if word in (name, _family(name))]
         if not names:
             raise _unknown(word)
-        found |= {name: (REWRITES[name],) for name in names}
+        for name in names:
+            rewrite = REWRITES[name]
+            found[name] = rewrite if isinstance(rewrite, ShotRewrite) else (rewrite,)
     return found
 
 
 def _one(name: str) -> Rewrite:
-    if name not in REWRITES:
-        raise _unknown(name)
-    return REWRITES[name]
+    rewrite = REWRITES.get(name)
+    if isinstance(rewrite, Rewrite):
+        return rewrite
+    if rewrite is not None:
+        raise UsageError(f"The rewrite {name} changes the examples of a prompt; it cannot be joined to others with +.")
+    raise _unknown(name)
 
 
 def _unknown(name: str) -> UsageError:
-    if name in NO_LONGER or _family(name) in NO_LONGER:
-        return UsageError(
-            f"The rewrite {name} was removed. docs/benchmarks.md lists those there are; --shots asks with another "
-            f"number of examples."
-        )
-    known = [*dict.fromkeys(map(_family, REWRITES)), *REWRITES, "all"]
+    known = [*dict.fromkeys(map(_family, REWRITES)), *REWRITES, TRAIN_ONCE, "all"]
     return UsageError(f"There is no rewrite {name!r}. {nearest_hint(name, known)} docs/benchmarks.md lists all.")

@@ -92,7 +92,16 @@ def _distractor_is_none(item: Item, rng: random.Random) -> Item | None:
 
 
 def _which_is_wrong(item: Item, rng: random.Random) -> Item | None:
-    """The question turned round: of the right option and a wrong one, which is not the answer?"""
+    """An item with several right options (`extra["golds"]`) keeps one. Any other is turned round: of the right option
+    and a wrong one, which is not the answer?"""
+    golds = item.extra.get("golds", ())
+    if len(golds) > 1:
+        kept = rng.choice(list(golds))
+        order = [number for number in range(len(item.choices)) if number == kept or number not in golds]
+        single = {name: value for name, value in item.extra.items() if name != "golds"}
+        if len(order) < 2:
+            return None
+        return with_options(item, [item.choices[n] for n in order], order.index(kept), order, extra=single)
     if NEEDS_ALL_OPTIONS.search(item.question) or item.shape != QUESTION:
         return None
     wrong = rng.choice([number for number in range(len(item.choices)) if number != item.gold])
@@ -122,6 +131,6 @@ OPTIONS = (
     Rewrite("R2", "options in every rotation", of_choices(_rotations), "choice", "choice"),
     Rewrite("R3", "the right option becomes `none of the others`", of_choices(_gold_is_none), "choice", "choice"),
     Rewrite("R4", "a wrong option becomes `none of the others`", of_choices(_distractor_is_none), "choice", "choice"),
-    Rewrite("R5", "the question turned round: which is wrong?", of_choices(_which_is_wrong), "choice", "choice"),
+    Rewrite("R5", "one of several right options; or: which is wrong?", of_choices(_which_is_wrong), "choice", "choice"),
     Rewrite("R6", "the right option and the hardest wrong one", of_choices(_two_options)),
 )
