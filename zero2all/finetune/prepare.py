@@ -22,6 +22,7 @@ from zero2all.config import ConfigError, RunConfig, config_from_values, config_v
 from zero2all.exchange import import_folder
 from zero2all.infer.load import LoadedModel, load_model
 from zero2all.model.lora import initial_adapters
+from zero2all.train.checkpoints.layout import checkpoint_folder
 from zero2all.train.checkpoints.manifest import Step, read_manifest
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
@@ -93,8 +94,10 @@ def begin_run(
     """Write the run, or find it begun with the same base, data (`inputs` of the report) and settings. `replaces`: one
     that was begun with others is deleted instead of refused."""
     run = workspace.run(config.train.name)
+    assert loaded.folder is not None, "the base is a run"
     record = {
         "base": loaded.name,
+        "base_weights": fingerprint(read_manifest(checkpoint_folder(loaded.folder, loaded.step))["files"]),
         "step": loaded.step,
         "data": report["inputs"],
         "config": fingerprint(config_values(_placed(config, None))),  # a workspace may be moved
@@ -137,7 +140,9 @@ def refuse_changed(run: Path, record: Mapping[str, Any]) -> None:
 def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
     """What differs from what a run was begun with, in words."""
     known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
-    words = {"base": "the base run", "step": "its step", "data": "the conversations", "config": "the settings"}
+    known = {"base_weights": record.get("base_weights"), **known}  # not written by the first versions
+    words = {"base": "the base run", "base_weights": "its weights", "step": "its step"}
+    words |= {"data": "the conversations", "config": "the settings"}
     return [words[name] for name, value in record.items() if known.get(name) != value]
 
 
