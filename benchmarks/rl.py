@@ -4,12 +4,12 @@
     python benchmarks/rl.py --work FOLDER alone         three-digit sums, without it
     python benchmarks/rl.py --work FOLDER show          the tables of docs/finetune.md, from benchmarks/results/rl.json
 
-A model of 0.9 M parameters first learns from written conversations (`start`), the same for all seeds but their order:
-`tool`: sums of one and two digits with their results, and sums of four and five digits, of which it cannot do; 40 % of
-those, and 30 % of the easy ones, call the calculator. `alone`: sums of three digits, stopped early. Then `z2a rl` runs
-on other sums. The reward is 1 where the last number is right, and `tool` costs 0.1 a call. Judged are 1,000 sums of
-pairs of numbers that stand together in no training prompt, in whatever order, by the likeliest answer. The honest row
-beside `alone`: the written conversations, continued for as long as the RL took.
+A model of 0.9 M parameters first learns from written conversations (`start`). `tool`: sums of one and two digits, and
+sums of seven digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no
+prompt names: that keeps rows short. All seeds begin with the same one. `alone`: sums of three digits, until it is right
+in 30 % of them. Then `z2a rl` runs on other sums. The reward is 1 where the last number is right, and `tool` costs 0.1
+a call. Judged are 1,000 sums of pairs of numbers that stand together in no prompt for training, in whatever order, by
+the likeliest answer. The honest row beside `alone`: the written conversations, continued for as long as the RL took.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from zero2all.finetune.rewards import last_number
 from zero2all.finetune.rl import sums
 from zero2all.finetune.rollouts import Sampler
 from zero2all.infer.load import load_model
-from zero2all.infer.tools import TOOLS
 from zero2all.tokenizer.chat import Dialogue, Message
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_files
@@ -58,7 +57,7 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {"seq_len": 192, "rows": 16_000, "steps": 300, "vocabulary": 640, "rl_steps": 60, "lr": 2e-4},
+    "tool": {"seq_len": 104, "rows": 20_000, "steps": 300, "vocabulary": 320, "rl_steps": 60, "lr": 2e-4},
     "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
 BEGIN_AT = 0.3
@@ -67,7 +66,7 @@ ASKED, LOOK_EVERY = 1000, 20
 CALL_PRICE = -0.1
 
 
-def conversation(row: dict[str, str], calls: bool, tools: list[Any]) -> dict[str, Any]:
+def conversation(row: dict[str, str], calls: bool) -> dict[str, Any]:
     """A sum with its result, told by the calculator or not."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": row["prompt"]}]
     if calls:
@@ -75,7 +74,7 @@ def conversation(row: dict[str, str], calls: bool, tools: list[Any]) -> dict[str
         messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
         messages.append({"role": "tool", "content": row["answer"]})
     messages.append({"role": "assistant", "content": row["answer"]})
-    return {"messages": messages, **({"tools": tools} if tools else {})}
+    return {"messages": messages}
 
 
 def written(task: str, seed: int) -> list[dict[str, Any]]:
@@ -83,11 +82,10 @@ def written(task: str, seed: int) -> list[dict[str, Any]]:
     draw, rows = random.Random(seed), TASKS[task]["rows"]
     if task == "alone":
         asked = [*sums(3, 3, rows * 4 // 5, seed), *sums(1, 2, rows // 5, seed)]
-        found = [conversation(row, False, []) for row in asked]
+        found = [conversation(row, False) for row in asked]
     else:
-        tools = [TOOLS["calculator"].spec]
-        found = [conversation(row, draw.random() < 0.3, tools) for row in sums(1, 2, rows // 2, seed)]
-        found += [conversation(row, draw.random() < 0.4, tools) for row in sums(4, 5, rows // 2, seed)]
+        found = [conversation(row, draw.random() < 0.3) for row in sums(1, 2, rows // 2, seed)]
+        found += [conversation(row, draw.random() < 0.4) for row in sums(7, 7, rows // 2, seed)]
     draw.shuffle(found)
     return found
 
@@ -108,6 +106,7 @@ def prepare(work: Path, task: str) -> Workspace:
 def start(workspace: Workspace, task: str, seed: int, steps: int, name: str) -> float:
     """Learn from the written conversations; returns the seconds."""
     settings, began = TASKS[task], time.perf_counter()
+    every = LOOK_EVERY if task == "alone" else steps
     values = {
         "model": {**MODEL, "max_seq_len": settings["seq_len"]},
         "data": {
@@ -123,7 +122,7 @@ def start(workspace: Workspace, task: str, seed: int, steps: int, name: str) -> 
         "optim": MUON,
         "schedule": {"kind": "linear", "warmup_steps": 20, "min_lr_ratio": 0.0},
         "validation": {"every_steps": 0},
-        "checkpoint": {"every_steps": LOOK_EVERY, "keep_every_steps": LOOK_EVERY},
+        "checkpoint": {"every_steps": every, "keep_every_steps": every},
     }
     train(config_from_values(values, "of the benchmark"), workspace, say=lambda _: None, brief=True)
     return time.perf_counter() - began
@@ -131,7 +130,7 @@ def start(workspace: Workspace, task: str, seed: int, steps: int, name: str) -> 
 
 def first_step(workspace: Workspace, name: str, task: str, digits: tuple[int, int]) -> int:
     """The first checkpoint that answers at least BEGIN_AT of the hard sums."""
-    for folder in list_checkpoints(workspace.run(name)):
+    for folder in sorted(list_checkpoints(workspace.run(name))):
         found = judged(workspace, name, task, digits, step_of(folder), 200)["right"]
         print(name, step_of(folder), found, flush=True)
         if found >= BEGIN_AT:
@@ -146,10 +145,9 @@ def judged(
     settings, loaded = TASKS[task], load_model(run, workspace, step)
     template = chat_of(workspace.tokenizer, loaded.tokenizer)
     tools = ["calculator"] if task == "tool" else []
-    config = GrpoConfig(max_new_tokens=settings["seq_len"] // 2, tools=tools)
+    config = GrpoConfig(max_new_tokens=72 if task == "tool" else 8, tools=tools)
     asked = list(sums(*digits, count, seed=7, held_out=True))
-    specs = [TOOLS[name].spec for name in tools]
-    prompts = {n: template.encode(Dialogue([Message("user", row["prompt"])], specs)) for n, row in enumerate(asked)}
+    prompts = {n: template.encode(Dialogue([Message("user", row["prompt"])])) for n, row in enumerate(asked)}
     answers = Sampler(loaded, template, config, settings["seq_len"] + 1).draw(prompts, 1, "judged", likeliest=True)
     right = [last_number(each.text) == int(asked[each.prompt]["answer"]) for each in answers]
     return {"right": sum(right) / count, "calls": sum(each.calls for each in answers) / count}
@@ -158,37 +156,26 @@ def judged(
 def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed: start, RL, and for `alone` the written conversations continued."""
     settings, workspace = TASKS[task], prepare(work, task)
-    kinds = {"easy": (1, 2), "hard": (4, 5)} if task == "tool" else {"hard": (3, 3)}
-    name = f"start-{seed}"
-    for each in (name, f"rl-{seed}", f"more-{seed}"):
+    kinds = {"easy": (1, 2), "hard": (7, 7)} if task == "tool" else {"hard": (3, 3)}
+    name, found = f"start-{1 if task == 'tool' else seed}", dict[str, Any](seed=seed)
+    for each in (f"rl-{seed}", f"more-{seed}"):
         shutil.rmtree(workspace.run(each), ignore_errors=True)
-    found: dict[str, Any] = {"seed": seed, "start_seconds": start(workspace, task, seed, settings["steps"], name)}
-    step = found["start_step"] = first_step(workspace, name, task, kinds["hard"])
-    found["start_seconds"] *= step / settings["steps"]
+    if not list_checkpoints(workspace.run(name)):
+        found["start_seconds"] = start(workspace, task, seed, settings["steps"], name)
+    step = settings["steps"] if task == "tool" else first_step(workspace, name, task, kinds["hard"])
+    found["start_step"] = step
     found["start"] = {kind: judged(workspace, name, task, digits, step) for kind, digits in kinds.items()}
     print(json.dumps(found), flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "zero2all",
-        "rl",
-        name,
-        "--work",
-        str(workspace.root),
-        "--name",
-        f"rl-{seed}",
-        "--step",
-        str(step),
-    ]
+    command = [sys.executable, "-m", "zero2all", "rl", name, "--work", str(workspace.root), "--name", f"rl-{seed}"]
+    command += ["--step", str(step)]
     command += ["--steps", str(options.steps or settings["rl_steps"]), "--lr", str(options.lr or settings["lr"])]
     command += ["--prompts", str(options.prompts), "--answers", str(options.answers)]
-    command += ["--max-new-tokens", str(settings["seq_len"] // 2 if task == "tool" else 8), "--train.seed", str(seed)]
+    command += ["--max-new-tokens", str(72 if task == "tool" else 8), "--train.seed", str(seed)]
     command += ["--train.micro_batch_samples", "64", "--parallel.device", "cpu"]
     if task == "tool":
-        easy, hard = list(sums(1, 2, 2048, seed + 10)), list(sums(4, 5, 2048, seed + 10))
+        easy, hard = list(sums(1, 2, 2048, seed + 10)), list(sums(7, 7, 2048, seed + 10))
         path = work / f"prompts-{seed}.jsonl"
-        tools = {"tools": [TOOLS["calculator"].spec]}
-        path.write_text("".join(json.dumps({**row, **tools}) + "\n" for row in [*easy, *hard]), encoding="utf-8")
+        path.write_text("".join(json.dumps(row) + "\n" for row in [*easy, *hard]), encoding="utf-8")
         command += ["--data", str(path), "--tools", "calculator", "--reward", "number=1", f"calls={CALL_PRICE}"]
     else:
         command += ["--arithmetic", "3"]
@@ -198,7 +185,7 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     found["rl"] = {kind: judged(workspace, f"rl-{seed}", task, digits) for kind, digits in kinds.items()}
     if task == "alone":
         share = found["rl_seconds"] / found["start_seconds"]
-        start(workspace, task, seed, int(step * (1 + share)), f"more-{seed}")
+        start(workspace, task, seed, step + int(settings["steps"] * share), f"more-{seed}")
         found["more"] = {kind: judged(workspace, f"more-{seed}", task, digits) for kind, digits in kinds.items()}
     print(json.dumps(found), flush=True)
     return found
@@ -212,8 +199,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--answers", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--answers", type=int, default=8)
     options = parser.parse_args()
     path = RESULTS / "rl.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

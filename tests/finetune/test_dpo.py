@@ -1,6 +1,5 @@
 """Preference tuning: its gradient is the formula's, in every layout, and what it needs is computed once."""
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.finetune.test_finetune_data import lines
-from tests.train.ranks import RankStarter
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config.finetune import PAIRS
 from zero2all.finetune.data import DataOptions, pack_conversations
@@ -136,7 +134,7 @@ def weights_of(work):
     return {name: tensor.clone() for name, tensor in load_run(work, "pref").weights().items()}
 
 
-def test_a_run_prefers_what_was_chosen_and_says_so_and_goes_on_with_the_same_bits(work, pairs, warm, tmp_path):
+def test_a_run_prefers_what_was_chosen_and_says_so_and_goes_on_with_the_same_bits(work, pairs, start):
     run = prepared(work, pairs, "--checkpoint.every_steps", "3", "--train.steps", "8", valid_share=0.2)
     trained(run, work)
     reader = RunReader(work.run("pref"))
@@ -151,46 +149,17 @@ def test_a_run_prefers_what_was_chosen_and_says_so_and_goes_on_with_the_same_bit
     assert not again.is_new
     shutil.rmtree(run.run)
     run = prepared(work, pairs, "--checkpoint.every_steps", "3", "--train.steps", "8", valid_share=0.2)
-    start = RankStarter(warm, work.root, tmp_path)
-    try:
-        assert start(run.config, 1, signals={0: (5, signal.SIGKILL, 0.0)}).wait() == [-signal.SIGKILL]
-        start.finished(run.config, 1)
-    finally:
-        start.stop()
+    assert start(run.config, 1, signals={0: (5, signal.SIGKILL, 0.0)}).wait() == [-signal.SIGKILL]
+    start.finished(run.config, 1)
     assert all(torch.equal(tensor, exact[name]) for name, tensor in weights_of(work).items())
     [kept] = (work.root / "dpo/pref").glob("reference-*/train.f64")
     assert kept.stat().st_size == 16 * len(documents(work.root / "dpo/pref")) // 2
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return {}
-
-
 @pytest.mark.parametrize("layout", [{}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
-def test_every_layout_gives_the_losses_and_weights_of_one_process(work, pairs, warm, tmp_path, layout, alone):
-    run = prepared(work, pairs, *FOUR_ROWS, valid_share=0.1)
-
-    def outcome(config, processes):
-        start = RankStarter(warm, work.root, tmp_path)
-        try:
-            start.finished(config, processes, words={rank: ["--accept-changes"] for rank in range(processes)})
-        finally:
-            start.stop()
-        reader = RunReader(work.run("pref"))
-        names = ("loss/dpo", "rewards/margins", "loss", "grad_norm", "eval/valid/loss/dpo", "eval/valid/logps/chosen")
-        return {name: reader.series(name).value.tolist() for name in names}, weights_of(work)
-
-    if not alone:
-        alone["is"] = outcome(run.config, 1)
-        shutil.rmtree(run.run)
-        run = prepared(work, pairs, *FOUR_ROWS, valid_share=0.1)
-    parallel = dataclasses.replace(run.config.parallel, **layout)
-    figures, weights = outcome(dataclasses.replace(run.config, parallel=parallel), 2)
-    for name, values in alone["is"][0].items():
-        assert figures[name] == pytest.approx(values, rel=1e-9, abs=1e-12), name
-    for name, tensor in alone["is"][1].items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-6, atol=1e-8, msg=name)  # read in float32
+def test_every_layout_gives_the_losses_and_weights_of_one_process(work, pairs, same_in, layout):
+    names = ("loss/dpo", "rewards/margins", "loss", "grad_norm", "eval/valid/loss/dpo", "eval/valid/logps/chosen")
+    same_in(lambda: prepared(work, pairs, *FOUR_ROWS, valid_share=0.1), names, layout)
 
 
 def test_a_lost_reference_and_new_weights_are_refused(work, pairs):

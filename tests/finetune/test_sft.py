@@ -25,12 +25,6 @@ from zero2all.train.run_data import open_run_data
 MATRICES = ("q.weight", "k.weight", "v.weight", "out.weight", "gate_up_pairs.weight", "down.weight")
 
 
-@pytest.fixture
-def chats(tmp_path):
-    talks = [row(n)["messages"] * (1 + n % 2) for n in range(60)]
-    return lines(tmp_path / "chats.jsonl", [{"messages": talk} for talk in talks])
-
-
 def options(chats, *overrides, **changes):
     return SftOptions("talk", [chats], **changes, overrides=overrides)
 

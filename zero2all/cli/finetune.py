@@ -33,18 +33,22 @@ SHOWN_REASONS = 6
     --step
     --lora RANK:int>=1            train adapters of this rank (such as 16) instead of all weights: far less memory, ten
         times the learning rate; finetune.lora.* has the rest
+    --teacher RUN                 learn the probabilities of this run or Hugging Face folder, too (distillation);
+        finetune.distill.* has the rest
     --prepare                     write the run and stop; `z2a train` begins it
     --section.field
 
     z2a sft my-run --data chats.jsonl --work my-workspace
     z2a sft my-run --data chats.jsonl --lora 16 --work my-workspace
+    z2a sft small --teacher large --data chats.jsonl --work my-workspace
     z2a sft path/to/huggingface-folder --data alpaca.json more/ --work new-workspace --epochs 3
     """)
 def _sft(arguments: argparse.Namespace) -> int:
     from zero2all.common.workspace import Workspace
     from zero2all.finetune.sft import SftOptions, prepare_sft
 
-    options = SftOptions(**_given(arguments, "sft"), replay=arguments.replay, lora=arguments.lora)
+    asked = {name: getattr(arguments, name) for name in ("replay", "lora", "teacher")}
+    options = SftOptions(**_given(arguments, "sft"), **asked)
     prepared = prepare_sft(arguments.model, Workspace(arguments.work), options)
     return _begin(arguments, prepared)
 
@@ -121,17 +125,10 @@ def _rl(arguments: argparse.Namespace) -> int:
     arithmetic = None if arguments.arithmetic is None else digits_of(arguments.arithmetic)
     if arithmetic is None and not arguments.data:
         raise UsageError("There is nothing to ask. Name files of prompts with --data, or --arithmetic DIGITS.")
-    rewards: dict[str, float] = {}
-    for word in arguments.reward or (["number"] if arithmetic else []):
-        name, mark, weight = word.rpartition("=")
-        try:
-            rewards[name if mark else word] = float(weight) if mark else 1.0
-        except ValueError:
-            raise UsageError(f"--reward {word}: {weight!r} is no number. Write NAME or NAME=WEIGHT.") from None
+    rewards = dict(map(_reward, arguments.reward or (["number"] if arithmetic else [])))
     names = ("prompts", "answers", "max_new_tokens", "tools")
-    asked = {name: value for name in names if (value := getattr(arguments, name))} | (
-        {"rewards": rewards} if rewards else {}
-    )
+    asked = {name: value for name in names if (value := getattr(arguments, name))}
+    asked |= {"rewards": rewards} if rewards else {}
     given = {**_given(arguments, "rl"), "data": arguments.data or []}
     given["overrides"] = [
         *(f"--finetune.grpo.{name}={json.dumps(value)}" for name, value in asked.items()),
@@ -139,6 +136,21 @@ def _rl(arguments: argparse.Namespace) -> int:
     ]
     options = RlOptions(**given, steps=arguments.steps, arithmetic=arithmetic)
     return _begin(arguments, prepare_rl(arguments.model, Workspace(arguments.work), options))
+
+
+def _reward(word: str) -> tuple[str, float]:
+    """NAME or NAME=WEIGHT; a file by its whole path, so that the run can continue from elsewhere."""
+    from pathlib import Path
+
+    from zero2all.common.errors import UsageError
+
+    name, mark, weight = word.rpartition("=")
+    try:
+        value = float(weight) if mark else 1.0
+    except ValueError:
+        raise UsageError(f"--reward {word}: {weight!r} is no number. Write NAME or NAME=WEIGHT.") from None
+    path, colon, function = (name if mark else word).rpartition(":")
+    return f"{Path(path).expanduser().absolute()}:{function}" if colon else function, value
 
 
 def _given(arguments: argparse.Namespace, method: str) -> dict[str, Any]:

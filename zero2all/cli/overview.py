@@ -21,6 +21,7 @@ From raw text to a language model of your own.
   z2a eval             evaluate it: bits per byte, probes, benchmarks
   z2a sft              teach it to answer, from conversations
   z2a dpo              teach it which of two answers is better
+  z2a rl               let it try, and teach it what earned a reward
   z2a chat, z2a serve  talk to it here or in the browser
   z2a export           write it as a Hugging Face folder
 

@@ -360,6 +360,8 @@ def _cross_problems(config: RunConfig, known: list[Problem]) -> list[Problem]:
         found.extend(_lora_problems(config))
     if sound("finetune", "model", "train", "diloco", "parallel"):
         found.extend(_objective_problems(config))
+    if sound("finetune", "data", "ops") and config.finetune.method == "distill":
+        found.extend(_distill_problems(config))
     if sound("data", "train"):
         found.extend(_batch_problems(config.data.seq_len, config.train))
     if sound("stages", "model", "train", "data"):
@@ -391,6 +393,19 @@ def _objective_problems(config: RunConfig) -> list[Problem]:
         if config.parallel.zero == 3:
             found.append(Problem("parallel.zero", 3, "0 to 2 with finetune.method grpo, for the same reason"))
     return found
+
+
+def _distill_problems(config: RunConfig) -> list[Problem]:
+    """What a teacher says is kept by whole conversations, and each token then has several targets."""
+    data, head, method = config.data, config.ops.linear_cross_entropy, config.finetune.method
+    several = f"auto, chunked, triton or quack with finetune.method {method}"
+    rules = (
+        (data.packed is None, Problem("data.packed", None, "the folder that `z2a sft … --teacher` has packed")),
+        (data.packing != "best_fit", Problem("data.packing", data.packing, f"best_fit with finetune.method {method}")),
+        (not data.document_mask, Problem("data.document_mask", False, f"true with finetune.method {method}")),
+        (head in ("off", "torch"), Problem("ops.linear_cross_entropy", head, several)),
+    )
+    return [problem for is_wrong, problem in rules if is_wrong]
 
 
 def _stages_problems(stages: list[StageConfig]) -> list[Problem]:

@@ -34,6 +34,18 @@ class DpoConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """Distillation: a teacher's probabilities are learned beside the tokens themselves."""
+
+    teacher: str | None = None
+    """Run or Hugging Face folder with the same vocabulary. None: there is none."""
+    top_k: Annotated[int, Range(minimum=1)] = 8
+    """How many of the teacher's likeliest ids are kept for each learned token; all others are one bucket."""
+    alpha: Annotated[float, Range(minimum=0, maximum=1)] = 0.5
+    """Share of the usual loss on the tokens; the rest is the divergence from the teacher."""
+
+
+@dataclass(frozen=True)
 class GrpoConfig:
     """Reinforcement learning: answers are drawn and rewarded; those better than the others to their prompt become
     likelier."""
@@ -83,6 +95,8 @@ class FinetuneConfig:
     """none: pretraining; sft: on conversations; dpo: on pairs of answers; grpo: on rewards; distill: on a teacher."""
     dpo: DpoConfig = field(default_factory=DpoConfig)
     """The loss of method dpo."""
+    distill: DistillConfig = field(default_factory=DistillConfig)
+    """The loss of method distill."""
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     """How answers are drawn, rewarded and learned from with method grpo."""
     lora: LoraConfig = field(default_factory=LoraConfig)

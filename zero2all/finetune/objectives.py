@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from zero2all.common.errors import UsageError
-from zero2all.config.finetune import OBJECTIVES
 from zero2all.train.context import RunContext
 from zero2all.train.objective import Objective
 
@@ -15,10 +13,12 @@ def objective_of(context: RunContext) -> Objective | None:
         from zero2all.finetune.preference import Preference
 
         return Preference(context)
+    if method == "distill":
+        from zero2all.finetune.distill import Distillation
+
+        return Distillation(context)
     if method == "grpo":
         from zero2all.finetune.grpo import PolicyGradient
 
         return PolicyGradient(context)
-    if method in OBJECTIVES:
-        raise UsageError(f"finetune.method {method} is not there yet.")
     return None

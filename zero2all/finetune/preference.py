@@ -28,7 +28,7 @@ from zero2all.common.records import SPLITS
 from zero2all.config.finetune import PAIRS, DpoConfig
 from zero2all.packed.loader import Batch
 from zero2all.packed.samples import BestFitSamples, Borders
-from zero2all.packed.shard_format import open_split
+from zero2all.packed.shard_format import PackedSplit, open_split
 from zero2all.resilience.heartbeat import beat
 from zero2all.train.context import RunContext
 from zero2all.train.objective import Scored
@@ -136,7 +136,7 @@ class Preference:
         total = torch.zeros(len(self.metrics), dtype=torch.float64, device=self.context.world.device)
         for answers in self._scored(state, "valid"):
             total += self._numbers(answers, *losses_of(answers, self._reference("valid", answers), self.config))
-        found = self.report(dict(zip(self.metrics, self._sum(total).tolist(), strict=True)))
+        found = self.report(dict(zip(self.metrics, sum_once(total, self.context).tolist(), strict=True)))
         return {f"eval/valid/{name}": value for name, value in found.items()} if self.splits["valid"].tokens else {}
 
     # ---- the reference --------------------------------------------------------------------------------------------
@@ -149,9 +149,7 @@ class Preference:
         settings = [context.config.data.seq_len, context.config.train.precision]
         key = fingerprint([weights, self.splits["train"].manifest["tokenizer"], *told, *settings])
         folder = self.folder / f"reference-{key}"
-        if world.run_on_rank0(
-            lambda: is_current(folder, KIND, key) and not verify_files(folder, read_manifest(folder, KIND, DPO))
-        ):
+        if world.run_on_rank0(lambda: is_whole(folder, key)):
             kept = {split: np.fromfile(folder / f"{split}.f64", "<f8").reshape(-1, 2) for split in SPLITS}
             self.reference = {split: torch.from_numpy(each).to(world.device) for split, each in kept.items()}
             return
@@ -177,28 +175,39 @@ class Preference:
         for answers in self._scored(state, split):
             is_pair = answers.numbers >= 0
             values[answers.numbers[is_pair]] = answers.logps[is_pair]
-        return self._sum(values)
+        return sum_once(values, self.context)
 
     def _scored(self, state: TrainState, split: str) -> Iterator[Answers]:
-        """All pairs of a split, as many rows at once as a pass has."""
-        context, mesh = self.context, self.context.world.mesh
-        if not self.splits[split].tokens:
-            return
-        samples, count = BestFitSamples(self.splits[split], context.config.data.seq_len), state.micro_batch_samples
-        for first in range(0, samples.count, count * mesh.batch.size):
-            beat("validate", state.step)
-            start = min(first + count * mesh.batch.rank, samples.count)
-            batch = _rows(samples, range(start, min(start + count, samples.count)), count)
-            yield answers_of(score(state, batch, context.config, context.world))
-
-    def _sum(self, values: Tensor) -> Tensor:
-        """Over all processes; of those with the same rows one counts."""
-        mesh = self.context.world.mesh
-        counts = mesh.reports and mesh.context.rank == 0
-        return mesh.world.sum(values if counts else torch.zeros_like(values))
+        """All pairs of a split."""
+        for batch in batches_of(self.splits[split], self.context, state):
+            yield answers_of(score(state, batch, self.context.config, self.context.world))
 
 
-def _rows(samples: BestFitSamples, numbers: range, count: int) -> Batch:
+def is_whole(folder: Path, key: str) -> bool:
+    """Whether what was kept under this key is there, byte for byte."""
+    return is_current(folder, KIND, key) and not verify_files(folder, read_manifest(folder, KIND, DPO))
+
+
+def sum_once(values: Tensor, context: RunContext) -> Tensor:
+    """The sum over all processes; of those with the same rows one counts."""
+    mesh = context.world.mesh
+    counts = mesh.reports and mesh.context.rank == 0
+    return mesh.world.sum(values if counts else torch.zeros_like(values))
+
+
+def batches_of(split: PackedSplit, context: RunContext, state: TrainState) -> Iterator[Batch]:
+    """All rows of a split, as many at once as a pass has; every process gets as many batches."""
+    if not split.tokens:
+        return
+    samples, batch = BestFitSamples(split, context.config.data.seq_len), context.world.mesh.batch
+    count = state.micro_batch_samples
+    for first in range(0, samples.count, count * batch.size):
+        beat("validate", state.step)
+        start = min(first + count * batch.rank, samples.count)
+        yield rows_of(samples, range(start, min(start + count, samples.count)), count)
+
+
+def rows_of(samples: BestFitSamples, numbers: range, count: int) -> Batch:
     """Some rows of a split, and empty ones up to `count`."""
     tokens = np.zeros((count, samples.seq_len + 1), np.int64)
     weights, borders = np.zeros((count, samples.seq_len), np.float32), Borders()

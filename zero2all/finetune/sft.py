@@ -23,6 +23,7 @@ from zero2all.common.records import SPLITS
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values
 from zero2all.finetune.data import SOURCE, DataOptions, inputs_of, pack_conversations
+from zero2all.finetune.distill import keep_teacher
 from zero2all.finetune.prepare import PreparedRun, base_model, begin_run, changed_config, refuse_changed, run_length
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.bestfit import build_best_fit
@@ -64,6 +65,8 @@ class SftOptions:
     """Which checkpoint of the base run. None: the newest."""
     lora: int | None = None
     """Rank of the adapters that are trained instead of the weights. None: all weights are trained."""
+    teacher: str | None = None
+    """Run or Hugging Face folder whose probabilities are learned, too (`distill`)."""
     overrides: Sequence[str] = ()
     """Fields of the config."""
     replace: bool = False
@@ -74,6 +77,8 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     """Pack the conversations and write the run, or find it begun with the same data and settings."""
     if not 0 <= options.replay < 1:
         raise UsageError(f"--replay is {options.replay}; expected a share from 0 to below 1.")
+    if options.replay and options.teacher:
+        raise UsageError("A teacher reads only conversations. Leave out --replay or --teacher.")
     loaded = base_model(base, workspace, options.name, options.step)
     assert loaded.config is not None, "it is a run"
     seq_len = options.seq_len or loaded.config.data.seq_len
@@ -84,6 +89,8 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
         weights = _replayed(loaded.config, workspace, folder, seq_len)
         mixture = {SOURCE: 1 - options.replay, **{name: options.replay * each for name, each in weights.items()}}
     config = _config(loaded, options, folder, mixture, report["rows"]["train"], seq_len)
+    if options.teacher and (options.replace or not workspace.run(options.name).exists()):
+        keep_teacher(config, loaded, workspace)
     return begin_run(loaded, config, workspace, report, options.replace)
 
 
@@ -129,6 +136,10 @@ def _config(
         },
         "finetune": {"method": "sft", "lora": {"rank": options.lora}},
     }
+    if options.teacher:
+        changes["model"] = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
+        changes["train"]["z_loss"] = 0.0
+        changes["finetune"] |= {"method": "distill", "distill": {"teacher": options.teacher}}
     return changed_config(values, changes, options.overrides)
 
 

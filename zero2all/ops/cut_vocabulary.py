@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp, fill_by_chunks, loss_by_chunks
+from zero2all.ops.linear_cross_entropy import LinearCrossEntropyOp, fill_by_chunks, loss_by_chunks, of_several
 from zero2all.ops.precision import widened
 
 
@@ -31,7 +31,8 @@ class Exchange(NamedTuple):
 def cut_linear_cross_entropy(kind: str, exchange: Exchange) -> LinearCrossEntropyOp:
     """`zero2all.ops.linear_cross_entropy` by this kind (triton or chunked), with the rows of one process as head."""
     assert kind in ("triton", "chunked"), f"{kind} needs the whole head"
-    return partial(loss_by_chunks, fill_by_chunks(CutKernel(exchange, kind == "triton")))
+    kernel = of_several(CutKernel(exchange, kind == "triton"), lambda columns: exchange.rank * columns, exchange.sum)
+    return partial(loss_by_chunks, fill_by_chunks(kernel))
 
 
 class RowSums(NamedTuple):

@@ -2,7 +2,8 @@
 
 The sum is that of weights * losses, plus weights * z * logsumexp^2 where z is not 0. The losses (one per token, in
 nats, without the z term) are for reports. Rows of the head from `vocab_size` on are padding: they take no part in the
-softmax and receive no gradient. A target below 0 is not counted.
+softmax and receive no gradient. A target below 0 is not counted. The two that work in chunks take several targets of a
+token, too: targets, weights and losses (..., K), from one softmax; quack leaves these to triton.
 
 off      all logits at once, through the `cross_entropy` operator
 chunked  chunk by chunk, with the gradient computed in the forward pass, in plain torch
@@ -76,7 +77,7 @@ def through_cross_entropy(cross_entropy: CrossEntropyOp) -> LinearCrossEntropyOp
 
 
 class Given(NamedTuple):
-    """The inputs: (N, C), (V, C), (N,), (N,)."""
+    """The inputs: (N, C), (V, C), (N,), (N,); or targets and weights (N, K), and so the losses."""
 
     hidden: Tensor
     head: Tensor
@@ -100,7 +101,7 @@ class LossResults(NamedTuple):
         `head_rows` uninitialised rows."""
         hidden, head = given.hidden, given.head
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.empty(hidden.shape[0], dtype=wide, device=hidden.device)
+        losses = torch.empty(given.targets.shape, dtype=wide, device=hidden.device)
         penalties = torch.zeros_like(losses) if given.z else None
         if not needed:
             return LossResults(losses, penalties, None, None)
@@ -206,7 +207,7 @@ def _fill_in_epilogues(given: Given, needed: bool, chunk_rows: int | None = None
 
     hidden, head, targets, weights, vocab_size, z = given
     whole = hidden.shape[0] // epilogue.ROWS * epilogue.ROWS if needed and head.requires_grad else 0
-    if whole == 0 or vocab_size < epilogue.TILE:
+    if whole == 0 or vocab_size < epilogue.TILE or targets.dim() > 1:
         return _fill_by_triton(given, needed)
     results = LossResults.empty(given, needed, head_rows=epilogue.gradient_rows(head.shape[0]))
     losses, penalties, dhidden, dhead = results
@@ -228,7 +229,9 @@ def loss_by_chunks(
     if not torch.is_grad_enabled():  # ctx.needs_input_grad of a parameter is True even then
         hidden, head = hidden.detach(), head.detach()
     rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-    total, losses = LinearCrossEntropy.apply(rows, head, targets.reshape(-1), weights.reshape(-1), vocab_size, z, fill)
+    flat = (len(rows), *targets.shape[hidden.dim() - 1 :])
+    given = (targets.reshape(flat), weights.reshape(flat), vocab_size, z, fill)
+    total, losses = LinearCrossEntropy.apply(rows, head, *given)
     return total, losses.view(targets.shape)
 
 
@@ -251,14 +254,44 @@ def torch_kernel(
     return losses, penalties
 
 
+def of_several(kernel: ChunkKernel, first: Callable[[int], int] = lambda _: 0, sum_parts: Any = None) -> ChunkKernel:
+    """`kernel`, also for targets and weights (N, K): as if the first had all the weight, and the columns of the targets
+    written anew, because in bfloat16 nothing would be left of a sum of weights that nearly cancel out. `first`: the id
+    of the first of so many columns; `sum_parts`: over the processes that have other columns."""
+
+    def kernel_of_several(logits: Tensor, targets: Tensor, weights: Tensor, *more: Any) -> tuple[Tensor, Tensor | None]:
+        vocab_size, z, gradient = more
+        if targets.dim() == 1:
+            return kernel(logits, targets, weights, vocab_size, z, gradient)
+        assert not z, "of several targets there is no z term"
+        column, whole = targets - first(logits.shape[1]), weights.sum(dim=1)
+        is_here, column = (column >= 0) & (column < logits.shape[1]), column.clamp(0, logits.shape[1] - 1)
+        found = torch.where(is_here, widened(logits.gather(1, column)), 0.0)
+        found = found if sum_parts is None else sum_parts(found)
+        losses = kernel(logits, targets[:, 0].contiguous(), whole, vocab_size, z, gradient)[0].unsqueeze(1)
+        losses = losses + found[:, :1] - found
+        if gradient:
+            same = targets.unsqueeze(2) == targets.unsqueeze(1)  # where an id stands twice, both get the sum
+            slopes = whole.unsqueeze(1) * (-losses).exp() - (same * weights.unsqueeze(1)).sum(dim=2)
+            # A target that is not here must not write over one that is: it writes what that one does, or what is there.
+            one = is_here.int().argmax(dim=1, keepdim=True)
+            column = torch.where(is_here, column, column.gather(1, one))
+            slopes = torch.where(is_here, slopes, slopes.gather(1, one)).to(logits.dtype)
+            any_here = is_here.any(dim=1, keepdim=True)
+            logits.scatter_(1, column, torch.where(any_here, slopes, logits.gather(1, column)))
+        return losses, None
+
+    return kernel_of_several
+
+
 def _fill_by_triton(given: Given, needed: bool) -> LossResults:
     """By chunks, with our kernel."""
     from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place
 
-    return fill_by_chunks(cross_entropy_in_place)(given, needed)
+    return fill_by_chunks(of_several(cross_entropy_in_place))(given, needed)
 
 
-chunked_linear_cross_entropy = partial(loss_by_chunks, fill_by_chunks(torch_kernel))
+chunked_linear_cross_entropy = partial(loss_by_chunks, fill_by_chunks(of_several(torch_kernel)))
 triton_linear_cross_entropy = partial(loss_by_chunks, _fill_by_triton)
 quack_linear_cross_entropy = partial(loss_by_chunks, _fill_in_epilogues)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -27,12 +27,13 @@ class Scored:
     """The rows of this process, and what the model as it is gives for them."""
 
     nats: Tensor
-    """(B, S) loss of each target, without gradient; zeros in a stage of a pipeline that is not the last."""
+    """(B, S) loss of each target, without gradient; zeros in a stage of a pipeline that is not the last. (B, S, 1 + K)
+    where the objective names further targets: the target of the data comes first."""
     counts: Tensor
     """(B, S) the weights of the targets in the data: 1 in an answer, 0 elsewhere."""
     batch: Batch
     own: Callable[[Tensor], Tensor]
-    """(B, T) -> (B, S): of values per target those of this process."""
+    """(B, T) -> (B, S), or (B, T, K) -> (B, S, K): of values per target those of this process."""
     sum_parts: Callable[[Tensor], Tensor]
     """Sum, in place, over the processes that have other parts of the same rows."""
     sum_rows: Callable[[Tensor], Tensor]
@@ -64,12 +65,20 @@ class Objective(Protocol):
         the packed data. A batch may have more fields than `Batch`."""
 
     def weights(self, scored: Scored) -> tuple[Tensor, Tensor]:
-        """The weight of each target's loss, (B, S), with its normaliser: the sum of weights x losses over all processes
-        has the gradient. And a number for each of `metrics`, float64, that is then summed over processes with other
-        rows; processes with parts of the same rows return the same numbers (`Scored.sum_parts`)."""
+        """The weight of each loss, in the shape of `nats`, with its normaliser: the sum of weights x losses over all
+        processes has the gradient. And a number for each of `metrics`, float64, that is then summed over processes with
+        other rows; processes with parts of the same rows return the same numbers (`Scored.sum_parts`)."""
 
     def report(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Values for the metrics of a step, from the sums over all its rows."""
 
     def held_out(self, state: TrainState) -> dict[str, float]:
         """Values for the metrics of a validation."""
+
+
+@runtime_checkable
+class NamesTargets(Protocol):
+    """An objective whose loss depends on the log-probabilities of more ids than the target of the data."""
+
+    def further_targets(self, batch: Batch, /) -> Tensor:
+        """(B, T, K) these ids."""

@@ -24,7 +24,7 @@ from zero2all.packed.loader import Batch
 from zero2all.parallel.context import own_tokens, places_of
 from zero2all.parallel.world import World
 from zero2all.train.guards.detector import StepLimits
-from zero2all.train.objective import Objective, Scored
+from zero2all.train.objective import NamesTargets, Objective, Scored
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep, StepStats
 from zero2all.train.step_timer import StepTimer
@@ -105,9 +105,12 @@ def forward_backward(
     return passes.row_nats, passes.counts.sum(dim=1, dtype=torch.float64), numbers
 
 
-def score(state: TrainState, batch: Batch, config: RunConfig, world: World) -> Scored:
-    """The loss of every target of the rows of this process, without gradient. Called by every process."""
-    return _Passes(state, batch, config, world, StepTimer(world.device)).score()
+def score(
+    state: TrainState, batch: Batch, config: RunConfig, world: World, further_targets: Tensor | None = None
+) -> Scored:
+    """The loss of every target of the rows of this process, and of further ones (B, T, K), without gradient. Called by
+    every process."""
+    return _Passes(state, batch, config, world, StepTimer(world.device)).score(further_targets)
 
 
 class _Passes:
@@ -124,6 +127,7 @@ class _Passes:
         self.places = places_of(config.model, config.parallel, world.mesh, self.seq_len, self.device)
         self.counts = own_tokens(self._weights_of_targets(batch), self.places)  # (B, T)
         self.row_nats = torch.zeros(rows, dtype=torch.float64, device=self.device)
+        self.further: Tensor | None = None  # (B, T, K) targets beside those of the data
         self.micro = micro_rows(config, state.micro_batch_samples, self.seq_len)
         self.slices = [slice(first, min(first + self.micro, rows)) for first in range(0, rows, self.micro)]
 
@@ -133,15 +137,18 @@ class _Passes:
             counted = self.mesh.loss.sum(self.counts.sum(dtype=torch.float64)).clamp(min=1.0)
             self.shares = (self.counts / counted).to(self.wide)
             return torch.zeros(0, dtype=torch.float64, device=self.device)
-        weights, numbers = objective.weights(self.score())
+        further = objective.further_targets(self.batch) if isinstance(objective, NamesTargets) else None
+        weights, numbers = objective.weights(self.score(further))
         self.shares = weights.to(self.wide)
         # Each process with a part of a row has the numbers of the whole row.
         return numbers if self.mesh.context.rank == 0 else torch.zeros_like(numbers)
 
     @torch.no_grad()
-    def score(self) -> Scored:
+    def score(self, further: Tensor | None = None) -> Scored:
         """Forward passes only."""
-        nats = torch.zeros(self.counts.shape, dtype=self.wide, device=self.device)
+        self.further = further
+        counts = self.counts if further is None else self.counts.unsqueeze(-1).repeat(1, 1, 1 + further.shape[-1])
+        nats = torch.zeros(counts.shape, dtype=self.wide, device=self.device)
         for here in self.slices:
             ids = self.tokens[here].to(self.device, non_blocking=True)
 
@@ -150,8 +157,7 @@ class _Passes:
             ) -> Tensor:
                 hidden = self._hidden(here, ids, stage, x)
                 if stage is None or stage.is_last:
-                    targets = own_tokens(ids[:, 1:], self.places)
-                    nats[here] = self.state.model.head_loss(hidden, targets, self.counts[here])[1]
+                    nats[here] = self.state.model.head_loss(hidden, self._targets(here, ids), counts[here])[1]
                 self.timer.mark("score")
                 return hidden
 
@@ -218,11 +224,16 @@ class _Passes:
         self.timer.mark("forward")
         if stage is not None and not stage.is_last:
             return hidden
-        targets = own_tokens(ids[:, 1:], self.places)
+        targets = self._targets(here, ids)
         total, losses = self.state.model.head_loss(hidden, targets, shares, self.z_loss)
         self._keep_losses(here, losses)
         self.timer.mark("loss")
         return total if scale is None else total * scale.scale
+
+    def _targets(self, here: slice, ids: Tensor) -> Tensor:
+        """(B, S), or with further ones (B, S, 1 + K)."""
+        further = None if self.further is None else torch.cat((ids[:, 1:, None], self.further[here]), dim=-1)
+        return own_tokens(ids[:, 1:] if further is None else further, self.places)
 
     def _hidden(self, here: slice, ids: Tensor, stage: PipelineStage | None, x: Tensor | None) -> Tensor:
         """What the model gives before the head; of a stage that is not the last: what the next one gets."""
@@ -235,6 +246,7 @@ class _Passes:
         return hidden
 
     def _keep_losses(self, here: slice, losses: Tensor) -> None:
+        losses = losses if self.further is None else losses[..., 0]
         self.row_nats[here] = (losses * self.counts[here]).sum(dim=1, dtype=torch.float64)
 
 
