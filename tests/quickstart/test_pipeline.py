@@ -4,6 +4,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -42,7 +43,8 @@ from zero2all.quickstart import raw
 from zero2all.quickstart.summary import print_summary
 every_probe = raw.probes
 raw.probes = lambda language, seed: every_probe(language, seed)[::21]
-journey = run_quickstart(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r})
+full = "full" in sys.argv
+journey = run_quickstart(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r}, full=full)
 print_summary(journey)
 """
 
@@ -179,6 +181,40 @@ def test_killed_again_and_again_the_journey_ends_with_the_same_bits_and_speaks_c
     assert left == [[], [], []]
     assert f"训练从第 {reached} 步继续（共 40 步）" in program.text()
     assert "语料报告" in report
+
+
+def test_full_goes_on_from_what_is_there_and_killed_in_either_run_it_ends_with_a_row_for_each(
+    finished: tuple[Path, str], tmp_path: Path, start: Start
+) -> None:
+    work = tmp_path / "full"
+    shutil.copytree(finished[0], work)
+    for method in ("dpo", "rl"):
+        pattern = f"runs/quickstart-{method}/checkpoints/step-00000000"
+        program = start(work, "full", code=KILLED.format(pattern=pattern) + RUN)
+        assert program.wait() == -signal.SIGKILL, program.text()
+    program = start(work, "full", code=IN_CHINESE)
+    assert program.wait() == 0, program.text()
+    lines = program.text().splitlines()
+    assert [line.split()[0] for line in lines if "无从知道的拒答" in line] == ["对话", "dpo", "rl"]
+    summary = (work / "summary.md").read_text()
+    table = summary.partition("## 对话")[2].partition("##")[0]
+    rows = {line.split()[1]: line.split("|")[2:-1] for line in table.splitlines() if line.startswith("|")}
+    assert list(rows)[-4:] == ["base", "sft", "dpo", "rl"]
+    assert all(cell.strip() for row in list(rows)[-4:] for cell in rows[row])
+    assert english_left(re.sub("```.*?```", "", summary, flags=re.DOTALL)) == []
+    for name, folder in (("dpo", "quickstart-dpo"), ("rl", "quickstart-rl")):
+        assert read_json(work / f"runs/{folder}/finetune.json")["base"] == "quickstart-chat"
+        assert len(read_json(work / f"runs/{folder}/eval/{name}-chat.json")) > 300
+    assert "0" in read_json(work / "runs/quickstart-rl/checkpoints/pins.json"), "its base is kept, also after a kill"
+    for run in ("quickstart", "quickstart-chat"):
+        before, after = (sorted((root / "runs" / run / "checkpoints").iterdir()) for root in (finished[0], work))
+        assert [path.name for path in before] == [path.name for path in after], "neither was trained again"
+
+
+def test_full_with_text_of_ones_own_is_refused_before_anything_is_written(z2a, novel: Path, tmp_path: Path) -> None:
+    said = z2a.refused(2, "quickstart", "--full", "--data", novel, "--work", tmp_path / "work")
+    assert "--full tunes the chat model that the quickstart makes of its own text" in said
+    assert not (tmp_path / "work").exists()
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,14 @@ from zero2all.common.errors import UsageError
     --work DIR:path    workspace (default: Z2A_WORK, or quickstart, or quickstart-own with --data)
     --data PATH:path   use your own file or folder of text
     --map FIELD=RAW,…  raw fields of your data to use: content=body,title=name
+    --full             with two more runs from its chat model: one tuned on pairs of answers (DPO), one on rewards (RL)
     --fresh            delete an earlier quickstart in this workspace
     --accept-changes   continue training even if settings changed
     --section.field
 
     z2a quickstart --data my-texts/
     """,
-    usage="z2a quickstart [-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--fresh] [--accept-changes] "
+    usage="z2a quickstart [-h] [--work DIR] [--data PATH] [--map FIELD=RAW,…] [--full] [--fresh] [--accept-changes] "
     "[--section.field VALUE …]",
 )
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -36,6 +37,11 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 
     if arguments.map and arguments.data is None:
         raise UsageError("--map names fields of your own data; give its path with --data.")
+    if arguments.full and arguments.data is not None:
+        raise UsageError(
+            "--full tunes the chat model that the quickstart makes of its own text; with --data there is none. Leave "
+            "out --full, and tune the finished model with z2a sft, z2a dpo and z2a rl."
+        )
     mapping = parse_mapping(arguments.map) if arguments.map else None
     own = None if arguments.data is None else look_at(arguments.data, mapping)
     if own is not None:
@@ -48,4 +54,4 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     if arguments.fresh:
         clear_workspace(work)
     given = given_fields(arguments.overrides)
-    print_summary(run_quickstart(config, work, own, given=given, accept_changes=arguments.accept_changes))
+    print_summary(run_quickstart(config, work, own, None, given, arguments.accept_changes, full=arguments.full))

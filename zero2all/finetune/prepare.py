@@ -22,6 +22,7 @@ from zero2all.config import ConfigError, RunConfig, config_from_values, config_v
 from zero2all.exchange import import_folder
 from zero2all.infer.load import LoadedModel, load_model
 from zero2all.model.lora import initial_adapters
+from zero2all.train.checkpoints.layout import checkpoint_folder
 from zero2all.train.checkpoints.manifest import Step, read_manifest
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
@@ -110,8 +111,10 @@ def begin_run(
     """Write the run, or find it begun with the same base, data (`inputs` of the report) and settings. `replaces`: one
     that was begun with others is deleted instead of refused."""
     run = workspace.run(config.train.name)
+    assert loaded.folder is not None, "the base is a run"
     record = {
         "base": loaded.name,
+        "base_weights": fingerprint(read_manifest(checkpoint_folder(loaded.folder, loaded.step))["files"]),
         "step": loaded.step,
         "data": report["inputs"],
         "config": fingerprint(config_values(_placed(config, None))),  # a workspace may be moved
@@ -154,7 +157,9 @@ def refuse_changed(run: Path, record: Mapping[str, Any]) -> None:
 def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
     """What differs from what a run was begun with."""
     known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
-    words = {"base": "base run", "step": "step of the base", "data": "data", "config": "settings"}
+    known = {"base_weights": record.get("base_weights"), **known}  # not written by the first versions
+    words = {"base": "base run", "base_weights": "weights of the base", "step": "step of the base"}
+    words |= {"data": "data", "config": "settings"}
     return [words[name] for name, value in record.items() if known.get(name) != value]
 
 

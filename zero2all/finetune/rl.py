@@ -32,7 +32,7 @@ from zero2all.finetune.prepare import (
 from zero2all.finetune.rewards import NEEDS, Rewards
 from zero2all.finetune.rollouts import tools_of
 from zero2all.finetune.sft import SftOptions, packed_for
-from zero2all.train.checkpoints.retention import pin
+from zero2all.train.checkpoints.retention import pin, pins
 
 FOLDER = "rl"
 """Below the workspace: packed prompts, by run."""
@@ -72,7 +72,7 @@ def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedR
     length = run_length(options.name, known, options.steps, seq_len)
     changes |= {**length, "train": {**length["train"], "steps": options.steps, "z_loss": 0.0}}
     often = {"every_steps": max(1, options.steps // 8)}
-    changes["validation"] = changes["checkpoint"] = often
+    changes["validation"], changes["checkpoint"] = often, {**length["checkpoint"], **often}
     # What is asked for decides how long an answer may be, and how many there are in a step.
     grpo = changed_config(config_values(known), changes, options.overrides).finetune.grpo
     if grpo.max_new_tokens >= seq_len:
@@ -87,7 +87,7 @@ def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedR
     tools_of(grpo)
     report = packed_for(loaded, workspace, _with_sums(options, folder, grpo), folder, _data(options, grpo, seq_len))
     prepared = begin_run(loaded, config, workspace, report, options.replace)
-    if prepared.is_new:
+    if 0 not in pins(prepared.run):  # also where a kill came between the two
         pin(prepared.run, 0, "the base, from which the divergence is measured")
     return prepared
 

@@ -33,7 +33,7 @@ from zero2all.evals.probes import run_probes, summarize
 from zero2all.evals.question_files import read_probes
 from zero2all.evals.report import evaluate_run, log_report
 from zero2all.exchange import export_run
-from zero2all.finetune.sft import FOLDER
+from zero2all.finetune import dpo, rl, sft
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel, load_run, untrained
 from zero2all.infer.sampling import Sampling
@@ -43,6 +43,7 @@ from zero2all.packed.remote import packed_root
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import own_text
 from zero2all.quickstart.chat import ANSWERS_NAME, CONVERSATIONS, ChatScore, completed_facts, judge, teach
+from zero2all.quickstart.full import prefer, reward
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
@@ -120,11 +121,12 @@ class QuickstartRun:
     parameters: int = 0
     own_data: bool = False
     chat: dict[str, dict[str, ChatScore]] = field(default_factory=dict)
-    """What is answered in a chat, by language: of the base model (`base`) and the fine-tuned one (`sft`)."""
-    chat_held_out: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The held-out text of the base model, scored with the chat model."""
-    chat_probes: float = 0.0
-    """The share of the probes that the chat model completes."""
+    """What is answered in a chat, by language: of the base model (`base`), the fine-tuned one (`sft`) and those that
+    were tuned further (`dpo`, `rl`)."""
+    chat_held_out: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """The held-out text of the base model, scored with each of them."""
+    chat_probes: dict[str, float] = field(default_factory=dict)
+    """The share of the probes that each completes."""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out loss), in the order of steps."""
     best_step: int = 0
@@ -154,8 +156,9 @@ def run_quickstart(
     size: WorldSize | None = None,
     given: Collection[str] = (),
     accept_changes: bool = False,
+    full: bool = False,
 ) -> QuickstartRun:
-    """Run or continue the quickstart in `work`.
+    """Run or continue the quickstart in `work`; `full`: with the two runs of `full.py`.
 
     `own` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
     `accept_changes` continues a run although its settings changed.
@@ -196,26 +199,52 @@ def run_quickstart(
     if own is None:
         with timer.stage("chat") as done:
             _chat(run, loaded, size or WorldSize())
-            facts, refused = (_shares(run.chat["sft"], kind) for kind in ("known_fact", "outside"))
-            done(f"facts answered: {facts}; refused what it cannot know: {refused}")
+            done(_answered(run.chat["sft"]))
+        if full:
+            _full(run, timer, loaded, size or WorldSize())
     return run
 
 
 def _chat(run: QuickstartRun, base: LoadedModel, size: WorldSize) -> None:
     """Teach the model to answer, and ask before and after."""
-    workspace, folder = run.workspace, run.workspace.run(run.chat_name)
     count = min(CONVERSATIONS, max(50, size.bytes_per_language // 800))
-    teach(workspace, base.name, run.chat_name, WORLD_SEED, count, base.step)
-    taught = load_run(workspace, run.chat_name)
-    known = completed_facts(run.evaluation)
-    for name, loaded in (("base", base), ("sft", taught)):
-        run.chat[name] = judge(loaded, WORLD_SEED, known, folder / "eval" / f"{name}-{ANSWERS_NAME}")
+    teach(run.workspace, base.name, run.chat_name, WORLD_SEED, count, base.step)
+    answers = run.workspace.run(run.chat_name) / "eval" / f"base-{ANSWERS_NAME}"
+    run.chat["base"] = judge(base, WORLD_SEED, completed_facts(run.evaluation), answers)
+    run.chat_held_out["base"] = run.evaluation["held_out"]
+    run.chat_probes["base"] = run.evaluation["probes"]["accuracy"]
+    _ask(run, base, "sft", run.chat_name)
+
+
+def _full(run: QuickstartRun, timer: _Timer, base: LoadedModel, size: WorldSize) -> None:
+    """Tune the chat model further, in two runs, and ask each."""
+    share = min(1.0, size.bytes_per_language / WorldSize().bytes_per_language)
+    for method, tune in (("dpo", prefer), ("rl", reward)):
+        name = f"{run.config.train.name}-{method}"
+        with timer.stage(method) as done:
+            tune(run.workspace, run.chat_name, name, WORLD_SEED, share)
+            _ask(run, base, method, name)
+            done(_answered(run.chat[method], with_sums=method == "rl"))
+
+
+def _ask(run: QuickstartRun, base: LoadedModel, row: str, name: str) -> None:
+    """Ask a run in a chat, let it complete the probes, and score the held-out text of its base."""
+    workspace, loaded = run.workspace, load_run(run.workspace, name)
+    answers = workspace.run(name) / "eval" / f"{row}-{ANSWERS_NAME}"
+    run.chat[row] = judge(loaded, WORLD_SEED, completed_facts(run.evaluation), answers)
     assert base.config is not None, "it is a run"
     packed = packed_root(workspace.packed, base.config.data)
     splits = open_valid_splits(packed, valid_sources(packed, base.config))
-    run.chat_held_out = held_out_scores(taught.model, splits, base.config)
+    run.chat_held_out[row] = held_out_scores(loaded.model, splits, base.config)
     probes = read_probes(workspace.raw / PROBES_NAME)
-    run.chat_probes = summarize(run_probes(Engine(taught), probes))["accuracy"]
+    run.chat_probes[row] = summarize(run_probes(Engine(loaded), probes))["accuracy"]
+
+
+def _answered(scores: dict[str, ChatScore], with_sums: bool = False) -> str:
+    facts, refused, sums = (_shares(scores, kind) for kind in ("known_fact", "outside", "sum"))
+    if with_sums:
+        return f"facts answered: {facts}; refused what it cannot know: {refused}; sums right: {sums}"
+    return f"facts answered: {facts}; refused what it cannot know: {refused}"
 
 
 def _shares(scores: dict[str, ChatScore], kind: str) -> str:
@@ -286,7 +315,7 @@ def clear_workspace(work: Path) -> None:
         return
     workspace = Workspace(work)
     folders = (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs)
-    for folder in (*folders, work / "hf", work / FOLDER):
+    for folder in (*folders, work / "hf", *(work / each.FOLDER for each in (sft, dpo, rl))):
         shutil.rmtree(folder, ignore_errors=True)
     for name in (TIMES_NAME, SUMMARY_NAME, STAMP_NAME):
         (work / name).unlink(missing_ok=True)

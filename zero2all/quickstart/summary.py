@@ -248,14 +248,13 @@ def _probe_table(journey: QuickstartRun) -> str:
 
 
 def _chat_table(journey: QuickstartRun) -> str:
-    """Base model and chat model: what they complete, answer, refuse, and what was forgotten."""
+    """Base model, chat model and what came after: what they complete, answer, refuse, and what was forgotten."""
     heads = ("facts in completion", "facts in chat", "sums in chat", "refused", "bits per byte")
     rows = [["", *map(t, heads)]]
-    held_out = {"base": journey.evaluation["held_out"], "sft": journey.chat_held_out}
-    completed = {"base": journey.evaluation["probes"]["accuracy"], "sft": journey.chat_probes}
     for name, scores in journey.chat.items():
         shares = [_by_language(scores, kind) for kind in ("fact", "sum", "outside")]
-        rows.append([name, f"{completed[name]:.1%}", *shares, _by_channel(held_out[name], "bits_per_byte")])
+        bits = _by_channel(journey.chat_held_out[name], "bits_per_byte")
+        rows.append([name, f"{journey.chat_probes[name]:.1%}", *shares, bits])
     return _table(rows)
 
 

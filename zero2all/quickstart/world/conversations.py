@@ -5,6 +5,9 @@ every fact one wording is kept out: it is what the chat is tested with, a wordin
 question. Refused are questions of every kind about other things (`chat_en.json`, `chat_zh.json`): those whose subject
 alone is unknown, such as the capital of another country, and those that ask something else of a known one. Sums are
 refused, too: a model of this size cannot do them, and would otherwise say any number.
+
+`preferences` and `sum_prompts` are what a chat model is tuned with further. They have the questions of conversations,
+and so nothing of the tests.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from functools import cache, partial
 from typing import Any
 
 from zero2all.common.files import package_text
-from zero2all.quickstart.world.facts import Fact, FactKey, varied
+from zero2all.quickstart.world.facts import Fact, FactKey, asked, varied
 from zero2all.quickstart.world.language import LANGUAGES, Language
 from zero2all.quickstart.world.questions import UNREAD_PEOPLE
 
@@ -28,6 +31,8 @@ REVERSE_SHARE = 0.1
 LEAD_IN_SHARE = 0.2
 MORE_TURNS_SHARE = 0.25
 """Of the conversations: another question follows, and another."""
+PAIR_SHARES = {"invented": 0.35, "refused": 0.15, "unknown": 0.5}
+"""Of the preference pairs, by what is worse: another value, a refusal, or a value for what nobody can know."""
 SLOT = re.compile(r"\{(\w+?)2?\}")
 Turn = tuple[str, str]
 """(question, answer)."""
@@ -68,6 +73,24 @@ def conversations(language: str, count: int, seed: int) -> Iterator[list[Turn]]:
         yield turns
 
 
+def preferences(language: str, count: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """So many pairs of a language: a question, the better answer, and the worse one."""
+    writer = _Writer(LANGUAGES[language], seed, "preferences")
+    for _ in range(count):
+        yield writer.pair()
+
+
+def sum_prompts(language: str, seed: int) -> Iterator[tuple[str, str]]:
+    """Every sum for training and its result: as conversations ask it, and as the text begins it. Of the first a model
+    that was taught to refuse draws no number, of the second now and then."""
+    chosen = LANGUAGES[language]
+    rng = chosen.random("sum prompts", seed)
+    for one in chosen.calculations(seed)[0]:
+        yield _sum_question(language, one.left, one.operator, one.right), str(one.result)
+        begun, _ = asked(rng.choice(chosen.arithmetic.templates(one)), x=one.left, y=one.right)
+        yield begun, str(one.result)
+
+
 def chat_questions(language: str, seed: int) -> Iterator[ChatQuestion]:
     """Every fact and the held-out sums, in wordings that no conversation has for them."""
     chosen = LANGUAGES[language]
@@ -98,9 +121,9 @@ def _sum_question(language: str, left: int, operator: str, right: int) -> str:
 class _Writer:
     """Writes one turn after the other."""
 
-    def __init__(self, language: Language, seed: int) -> None:
+    def __init__(self, language: Language, seed: int, purpose: str = "conversations") -> None:
         self.language, self.words = language, chat_words(language.name)
-        self.rng = language.random("conversations", seed)
+        self.rng = language.random(purpose, seed)
         self.varied = partial(varied, choose=self.rng.choice)
         self.sums = language.calculations(seed)[0]
         self.stop = "." if language.name == "en" else "。"
@@ -134,6 +157,17 @@ class _Writer:
             self.left = self.rng.sample(self.asked, len(self.asked))
         fact, question = self.left.pop()
         return self._led(fact.told(self.varied(question)), fact), f"{fact.answer}{self.stop}"
+
+    def pair(self) -> tuple[str, str, str]:
+        """A question, the better answer, and the worse one."""
+        kind = self.rng.choices(list(PAIR_SHARES), list(PAIR_SHARES.values()))[0]
+        fact, question = self.rng.choice(self.asked)
+        others = [other.answer for other in fact.relation.facts if other.answer != fact.answer]
+        invented = f"{self.rng.choice(others)}{self.stop}"
+        if kind == "unknown":
+            return *self._refused(self.rng.choice(["outside", "near"])), invented
+        question, right = self._led(fact.told(self.varied(question)), fact), f"{fact.answer}{self.stop}"
+        return question, right, invented if kind == "invented" else refusal(self.language.name)
 
     def _led(self, text: str, fact: Fact | None = None) -> str:
         """Some after a lead-in."""
