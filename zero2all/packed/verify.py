@@ -278,7 +278,7 @@ class _SlowReading:
         crc = size = 0
         chunk = np.empty(CHUNK_BYTES, np.uint8)
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(memoryview(chunk)):
+            while count := file.readinto(chunk.data):
                 if self.stopped:
                     raise _StoppedError
                 crc = extended(crc, chunk[:count])
