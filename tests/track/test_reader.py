@@ -43,7 +43,7 @@ def test_attempts_read_back_as_written_whatever_their_order_and_number(tmp_path)
     assert loss.tokens.tolist() == [0, 10, 20, 30, 40]
     assert (np.diff(loss.time) >= 0).all()
     assert (loss.step.dtype, loss.value.dtype, loss.tokens.dtype) == (np.int64, np.float64, np.int64)
-    assert (run.rows, run.skipped_lines, run.superseded_values, run.problems) == (5, 0, 0, [])
+    assert (run.rows, run.skipped_lines, run.problems) == (5, 0, [])
     for attempt in range(1, 11):  # ten is later than nine
         write(tmp_path / "small", range(2), 100.0 * attempt)
     with MetricsWriter(tmp_path / "small") as writer:
@@ -62,7 +62,6 @@ def test_a_resumed_run_takes_back_the_steps_after_its_checkpoint(tmp_path):
     loss = run.series["loss"]
     assert loss.step.tolist() == list(range(26)), "steps 26 to 30 belong to a past that was taken back"
     assert loss.value.tolist() == [*range(21), *range(121, 126)]
-    assert run.superseded_values == 10
     assert run.resumed_at_steps == [21]
 
 

@@ -83,8 +83,6 @@ FLAGS: dict[str, tuple[str, str]] = {
     "peak-tflops": ("number", "dense peak in TFLOP/s, for one that is not known"),
     "gpus": ("count", "number of GPUs (default: 8 for `model`, otherwise 1)"),
     "tokens-per-second": ("number", "speed of all GPUs together"),
-    "step-seconds": ("time", "time of a step, with --tokens-per-step"),
-    "tokens-per-step": ("count", "tokens of a step, with --step-seconds"),
     "flops": ("number", "FLOPs of the run"),
     "law": ("law", "constants: refit, paper, paper-rounded (default refit)"),
     "tokens": ("count", "tokens of the run, or of a step for `model` (default: as the config says)"),
@@ -116,7 +114,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "mfu": (
         "utilisation (MFU) of a speed in every convention",
-        "MODEL tokens-per-second step-seconds tokens-per-step gpus gpu peak-tflops recompute",
+        "MODEL tokens-per-second gpus gpu peak-tflops recompute",
     ),
     "chinchilla": ("best parameters and tokens for a number of FLOPs", "flops params tokens law"),
     "cost": ("how long a run takes and what it costs", f"MODEL tokens {SPEED} price"),
@@ -200,9 +198,6 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
     if name == "cost":
         speed = of_run.RunSpeed(**some("mfu", "tflops", "tokens_per_second", "convention", "goodput"))
         return {name: of_run.cost(model, speed, devices, **values)}
-    step = some("step_seconds", "tokens_per_step")
-    if len(step) == 2:
-        values.setdefault("tokens_per_second", step["tokens_per_step"] / step["step_seconds"])
     return {name: of_model.mfu(model, devices=devices, **values)}
 
 

@@ -178,8 +178,7 @@ def mfu(
     """Utilisation in every convention: tokens/s x FLOPs per token / (GPUs x peak)."""
     problems, gpus, gpu = [], devices.gpus, devices.gpu
     if tokens_per_second is None:
-        rule = "the speed of all GPUs together, or both --step-seconds and --tokens-per-step"
-        problems.append(Problem("--tokens-per-second", MISSING, rule))
+        problems.append(Problem("--tokens-per-second", MISSING, "the speed of all GPUs together"))
     peak = known_peak(devices, problems)
     assert tokens_per_second is not None
     seq_len = seq_len or model.seq_len

@@ -543,13 +543,13 @@ class Engine:
 
     def _take(self, rows: list[Job], tokens: list[int], logprobs: tuple[Tensor, Tensor, Tensor] | None) -> list[Job]:
         """Give each row its token; end those that are complete. Rows that ended meanwhile get nothing."""
-        grown, now, ends = [], time.perf_counter(), self.tokenizer.end_ids
+        grown: list[Job] = []
+        ends = self.tokenizer.end_ids
         numbers = None if logprobs is None else tuple(each.tolist() for each in logprobs)
         for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             if row.finish is not None:
                 continue
             grown.append(row)
-            row.first_token = row.first_token or now
             if token in ends or token in row.request.end_ids:
                 if numbers is not None:
                     row.ending = ChosenToken(token, numbers[0][number])

@@ -78,7 +78,6 @@ class Job:
     noted: int = 0
     reused_tokens: int = 0
     arrived: float = field(default_factory=time.perf_counter)
-    first_token: float = 0.0
     ended: float = 0.0
 
     @property

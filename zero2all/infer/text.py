@@ -42,8 +42,6 @@ class Usage:
     cached_tokens: int
     """Tokens of the prompt that were not computed, because an earlier one began alike."""
     new_tokens: int
-    first_token_seconds: float
-    """From the request to its first token."""
     seconds: float
 
 
@@ -99,8 +97,7 @@ class TextJob:
 
     def _usage(self, new_tokens: int) -> Usage:
         job, prompt = self.job, self.job.request.prompt_tokens
-        first = job.first_token or job.ended
-        return Usage(prompt, min(job.reused_tokens, prompt), new_tokens, first - job.arrived, job.ended - job.arrived)
+        return Usage(prompt, min(job.reused_tokens, prompt), new_tokens, job.ended - job.arrived)
 
 
 def stream(engine: Engine, request: TextRequest) -> Iterator[Piece]:

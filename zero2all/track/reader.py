@@ -291,7 +291,6 @@ class RunData:
     events: list[Event] = field(default_factory=list)  # in order of time, without `segment` and `end`
     resumed_at_steps: list[int] = field(default_factory=list)  # the first step of each training attempt after the first
     rows: int = 0  # metric rows read, also those taken back later
-    superseded_values: int = 0  # values that a later attempt replaced or took back
     skipped_lines: int = 0  # lines that are not rows of ours: half-written, damaged, foreign
     skipped_values: int = 0  # values inside good rows that are not numbers
     problems: list[str] = field(default_factory=list)  # one sentence for everything that was left out
@@ -316,7 +315,6 @@ def read_run(folder: Path, cache: Path | None = None) -> RunData:
         events=sorted(events, key=lambda event: event.time),
         resumed_at_steps=reader.resumed_at_steps,
         rows=sum(len(file.columns) for file in files),
-        superseded_values=sum(len(reader.ghosts(metric)) for metric in metrics),
         skipped_lines=reader.skipped_lines,
         skipped_values=sum(file.skipped_values for file in files),
         problems=[f"{problem}: {count}" for problem, count in reader.problems.items()],

@@ -45,6 +45,11 @@ def text_digest(text: str) -> bytes:
     return xxhash.xxh3_128_digest(" ".join(text.split()).encode("utf-8", "surrogatepass"))
 
 
+def digest_bytes(rows: np.ndarray) -> np.ndarray:
+    """(n, 16) uint8: the digests of index rows, as `text_digest` gives them."""
+    return np.ascontiguousarray(rows["digest"]).view(np.uint8).reshape(len(rows), 16)
+
+
 def described(digests: np.ndarray, lengths: np.ndarray, signatures: np.ndarray) -> Described:
     """With the beginnings of the digests as keys."""
     return Described(digests, lengths, signatures, np.ascontiguousarray(digests).view(">u8")[:, 0])

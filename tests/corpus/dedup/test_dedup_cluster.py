@@ -17,6 +17,7 @@ from tests.corpus.dedup.dedup_helpers import (
     changed,
     clusters,
     described,
+    digest_bytes,
     dropped,
     en_text,
     make_units,
@@ -28,7 +29,7 @@ from tests.corpus.dedup.dedup_helpers import (
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus.dedup.cluster import EXACT_DUPLICATE, KEEP, NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.index import IndexWriter, digest_bytes, read_index, read_signatures
+from zero2all.corpus.dedup.index import IndexWriter, read_index, read_signatures
 from zero2all.corpus.dedup.signatures import Described
 
 

@@ -59,7 +59,7 @@ class IndexWriter:
 
 
 def read_index(folder: Path) -> np.ndarray:
-    """The index of a finished unit: a structured array, mapped from disk. `digest_bytes` gives digests as bytes."""
+    """The index of a finished unit: a structured array, mapped from disk."""
     return _map(folder / INDEX_NAME, INDEX)
 
 
@@ -77,11 +77,6 @@ def index_slice(folder: Path, start: int, records: int) -> np.ndarray:
 def read_signatures(folder: Path) -> np.ndarray:
     """(n, 256) uint8, mapped from disk."""
     return _map(folder / SIGNATURES_NAME, SIGNATURE)
-
-
-def digest_bytes(rows: np.ndarray) -> np.ndarray:
-    """(n, 16) uint8: the digests of index rows, as `text_digest` gives them."""
-    return np.ascontiguousarray(rows["digest"]).view(np.uint8).reshape(len(rows), 16)
 
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -3,7 +3,7 @@
 Each becomes a `TokenizerCandidate`, which encodes and knows the bytes of every piece. Folders encode through the
 fastest encoder that agrees with them (`tokenizer.encoders`), the others through their own libraries.
 
-The text that tokenizers are judged on: documents of the corpus by channel, and fixed texts for the hard cases.
+The text that tokenizers are judged on: documents of the corpus by channel.
 """
 
 from __future__ import annotations
@@ -125,42 +125,6 @@ def _library(name: str, given: str) -> Any:
         raise UsageError(
             f"--against {given} needs the package {name}: pip install {name}, then run it again."
         ) from error
-
-
-NUMBERS = (
-    "7 42 365 1024 2026 10086 65536 299792458 3.14159265 0.001 1,234,567.89 -40 100% 6.02e23 1/3 "
-    "2026-11-15 08:30:00 192.168.0.1 +86-10-12345678 v2.13.0 ２０２６年 第十二章 一百二十三"
-)
-CODE = '''class Counter:
-    """Count things by name."""
-
-    def __init__(self, start: int = 0) -> None:
-        self.counts: dict[str, int] = {}
-        self.start = start
-
-    def add(self, name: str, amount: int = 1) -> int:
-        if name not in self.counts:
-            self.counts[name] = self.start
-        for _ in range(amount):
-            self.counts[name] += 1
-        return self.counts[name]
-
-
-async function load(url) {
-  const reply = await fetch(url, { headers: { "Accept": "application/json" } });
-  if (!reply.ok) {
-    throw new Error(`HTTP ${reply.status}`);
-  }
-  return (await reply.json()).items.map((item) => item.id);
-}
-'''
-INDENTATION = "".join(f"{' ' * width}x\n" for width in range(0, 33, 2)) + "".join(
-    f"{chr(9) * n}x\n" for n in range(1, 7)
-)
-MIXED = "用Python写一个GPT-4级别的LLM，需要多少GPU？About 1,024块H100，约$30,000,000。👩‍🔬 naïve café — “引号”……"
-
-FIXED_TEXTS = {"numbers": NUMBERS, "code": CODE, "indentation": INDENTATION, "mixed": MIXED}
-"""Made for the purpose: held-out text may have no code and few numbers."""
 
 
 @dataclass(frozen=True)

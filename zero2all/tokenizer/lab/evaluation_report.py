@@ -25,7 +25,7 @@ class TextTable:
 
 def evaluation_tables(report: Mapping[str, Any]) -> list[TextTable]:
     """What `z2a tokenizer eval` prints."""
-    return [_compression(report), _speed(report), _vocabulary(report), _fertility(report), _junk(report)]
+    return [_compression(report), _speed(report), _vocabulary(report), _junk(report)]
 
 
 def _compression(report: Mapping[str, Any]) -> TextTable:
@@ -86,25 +86,6 @@ def _vocabulary(report: Mapping[str, Any]) -> TextTable:
             ]
         )
     return TextTable("Vocabulary", rows)
-
-
-def _fertility(report: Mapping[str, Any]) -> TextTable:
-    rows = [
-        ["tokenizer", "tokens/digit", "tokens/line of code", "bytes/token of code", "tokens/indentation", "mixed text"]
-    ]
-    for tokenizer in report["tokenizers"]:
-        fertility = tokenizer["fertility"]
-        rows.append(
-            [
-                tokenizer["name"],
-                f"{fertility['tokens_per_digit']:.2f}",
-                f"{fertility['code_tokens_per_line']:.1f}",
-                f"{fertility['code_bytes_per_token']:.2f}",
-                f"{fertility['indentation_tokens_per_line']:.2f}",
-                t(counted(fertility["fixed_texts"]["mixed"], "token")),
-            ]
-        )
-    return TextTable("Fertility on fixed texts (fewer is better, except for bytes per token)", rows)
 
 
 def _junk(report: Mapping[str, Any]) -> TextTable:

@@ -16,7 +16,7 @@ import numpy as np
 from zero2all.common.errors import BadInputError
 from zero2all.common.progress import progress
 from zero2all.tokenizer.encoders import EncodedBatch
-from zero2all.tokenizer.lab.candidates import CODE, FIXED_TEXTS, INDENTATION, NUMBERS, EvalText, TokenizerCandidate
+from zero2all.tokenizer.lab.candidates import EvalText, TokenizerCandidate
 from zero2all.tokenizer.text import is_utf8
 
 BATCH_DOCUMENTS = 128
@@ -112,7 +112,6 @@ def _judge(
         },
         "vocabulary_use": _vocabulary_use(candidate, counts),
         "coverage": _coverage(candidate, counts, characters),
-        "fertility": _fertility(candidate),
         "longest": _longest(candidate, counts),
         "junk": _junk(candidate.pieces, counts),
     }
@@ -177,21 +176,6 @@ def _coverage(
         "distinct_single": int(single.sum()),
         "share_single": float(times[single].sum() / max(1, times.sum())) if len(codes) else 0.0,
         "share_bytes_split": split_bytes / max(1, all_bytes),
-    }
-
-
-def _fertility(candidate: TokenizerCandidate) -> dict[str, Any]:
-    """Tokens per digit of whole numbers, per line of code, per line of indentation, and of each fixed text."""
-    batch = candidate.encode(list(FIXED_TEXTS.values()))
-    tokens = dict(zip(FIXED_TEXTS, map(len, batch), strict=True))
-    plain = [number for number in NUMBERS.split() if number.isascii() and number.isdigit()]
-    bare = candidate.encode([INDENTATION.replace(" ", "").replace("\t", "")])
-    return {
-        "tokens_per_digit": len(candidate.encode(plain).ids) / sum(map(len, plain)),
-        "code_tokens_per_line": tokens["code"] / CODE.count("\n"),
-        "code_bytes_per_token": len(CODE.encode()) / max(1, tokens["code"]),
-        "indentation_tokens_per_line": (tokens["indentation"] - len(bare[0])) / INDENTATION.count("\n"),
-        "fixed_texts": tokens,
     }
 
 
