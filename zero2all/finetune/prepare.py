@@ -95,9 +95,10 @@ def begin_run(
     that was begun with others is deleted instead of refused."""
     run = workspace.run(config.train.name)
     assert loaded.folder is not None, "the base is a run"
+    files = read_manifest(checkpoint_folder(loaded.folder, loaded.step))["files"]
     record = {
         "base": loaded.name,
-        "base_weights": fingerprint(read_manifest(checkpoint_folder(loaded.folder, loaded.step))["files"]),
+        "base_weights": fingerprint([value for name, value in files.items() if name.startswith("model-")]),
         "step": loaded.step,
         "data": report["inputs"],
         "config": fingerprint(config_values(_placed(config, None))),  # a workspace may be moved
@@ -140,10 +141,10 @@ def refuse_changed(run: Path, record: Mapping[str, Any]) -> None:
 def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
     """What differs from what a run was begun with, in words."""
     known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
-    known = {"base_weights": record.get("base_weights"), **known}  # not written by the first versions
-    words = {"base": "the base run", "base_weights": "its weights", "step": "its step"}
-    words |= {"data": "the conversations", "config": "the settings"}
-    return [words[name] for name, value in record.items() if known.get(name) != value]
+    words = {"base": "the base run", "step": "its step", "data": "the conversations", "config": "the settings"}
+    if "base_weights" in known:  # the first versions did not write it
+        words["base_weights"] = "its weights"
+    return [words[name] for name, value in record.items() if name in words and known.get(name) != value]
 
 
 def _base_run(base: str, workspace: Workspace) -> str:
