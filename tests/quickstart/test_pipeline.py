@@ -43,8 +43,8 @@ from zero2all.quickstart import raw
 from zero2all.quickstart.summary import print_summary
 every_probe = raw.probes
 raw.probes = lambda language, seed: every_probe(language, seed)[::21]
-full = "full" in sys.argv
-journey = run_quickstart(load_config("quickstart", {SMALL!r}), Path(sys.argv[1]), size={SIZE!r}, full=full)
+config, full = load_config("quickstart", {SMALL!r}), "full" in sys.argv
+journey = run_quickstart(config, Path(sys.argv[1]), size={SIZE!r}, full=full)
 print_summary(journey)
 """
 
@@ -194,21 +194,17 @@ def test_full_goes_on_from_what_is_there_and_killed_in_either_run_it_ends_with_a
         assert program.wait() == -signal.SIGKILL, program.text()
     program = start(work, "full", code=IN_CHINESE)
     assert program.wait() == 0, program.text()
-    lines = program.text().splitlines()
-    assert [line.split()[0] for line in lines if "无从知道的拒答" in line] == ["对话", "dpo", "rl"]
+    assert re.findall(r"^(\S+) .*无从知道的拒答", program.text(), re.MULTILINE) == ["对话", "dpo", "rl"]
     summary = (work / "summary.md").read_text()
-    table = summary.partition("## 对话")[2].partition("##")[0]
-    rows = {line.split()[1]: line.split("|")[2:-1] for line in table.splitlines() if line.startswith("|")}
-    assert list(rows)[-4:] == ["base", "sft", "dpo", "rl"]
-    assert all(cell.strip() for row in list(rows)[-4:] for cell in rows[row])
+    assert re.findall(r"^\| (\w+) +\| [\d.]+% +\| en", summary, re.MULTILINE) == ["base", "sft", "dpo", "rl"]
     assert english_left(re.sub("```.*?```", "", summary, flags=re.DOTALL)) == []
-    for name, folder in (("dpo", "quickstart-dpo"), ("rl", "quickstart-rl")):
-        assert read_json(work / f"runs/{folder}/finetune.json")["base"] == "quickstart-chat"
-        assert len(read_json(work / f"runs/{folder}/eval/{name}-chat.json")) > 300
+    bases = [read_json(work / f"runs/quickstart-{name}/finetune.json")["base"] for name in ("dpo", "rl")]
+    assert bases == ["quickstart-chat"] * 2
     assert "0" in read_json(work / "runs/quickstart-rl/checkpoints/pins.json"), "its base is kept, also after a kill"
     for run in ("quickstart", "quickstart-chat"):
-        before, after = (sorted((root / "runs" / run / "checkpoints").iterdir()) for root in (finished[0], work))
-        assert [path.name for path in before] == [path.name for path in after], "neither was trained again"
+        steps = [sorted((root / "runs" / run / "checkpoints").glob("step-*")) for root in (finished[0], work)]
+        before, after = ([(step.name, step.stat().st_mtime_ns) for step in each] for each in steps)
+        assert before == after, "neither was trained again"
 
 
 def test_full_with_text_of_ones_own_is_refused_before_anything_is_written(z2a, novel: Path, tmp_path: Path) -> None:

@@ -112,9 +112,10 @@ def begin_run(
     that was begun with others is deleted instead of refused."""
     run = workspace.run(config.train.name)
     assert loaded.folder is not None, "the base is a run"
+    files = read_manifest(checkpoint_folder(loaded.folder, loaded.step))["files"]
     record = {
         "base": loaded.name,
-        "base_weights": fingerprint(read_manifest(checkpoint_folder(loaded.folder, loaded.step))["files"]),
+        "base_weights": fingerprint([value for name, value in files.items() if name.startswith("model-")]),
         "step": loaded.step,
         "data": report["inputs"],
         "config": fingerprint(config_values(_placed(config, None))),  # a workspace may be moved
@@ -157,10 +158,10 @@ def refuse_changed(run: Path, record: Mapping[str, Any]) -> None:
 def _changed(run: Path, record: Mapping[str, Any]) -> list[str]:
     """What differs from what a run was begun with."""
     known = read_json_object(run / FINETUNE_FILE) if (run / FINETUNE_FILE).is_file() else {}
-    known = {"base_weights": record.get("base_weights"), **known}  # not written by the first versions
-    words = {"base": "base run", "base_weights": "weights of the base", "step": "step of the base"}
-    words |= {"data": "data", "config": "settings"}
-    return [words[name] for name, value in record.items() if known.get(name) != value]
+    words = {"base": "base run", "step": "step of the base", "data": "data", "config": "settings"}
+    if "base_weights" in known:  # the first versions did not write it
+        words["base_weights"] = "weights of the base"
+    return [words[name] for name, value in record.items() if name in words and known.get(name) != value]
 
 
 def _base_run(base: str, workspace: Workspace) -> str:

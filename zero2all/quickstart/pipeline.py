@@ -43,7 +43,7 @@ from zero2all.packed.remote import packed_root
 from zero2all.packed.writer import pack_corpus
 from zero2all.quickstart import own_text
 from zero2all.quickstart.chat import ANSWERS_NAME, CONVERSATIONS, ChatScore, completed_facts, judge, teach
-from zero2all.quickstart.full import prefer, reward
+from zero2all.quickstart.full import tune
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
 from zero2all.tokenizer.stage import train_on_corpus
@@ -121,10 +121,9 @@ class QuickstartRun:
     parameters: int = 0
     own_data: bool = False
     chat: dict[str, dict[str, ChatScore]] = field(default_factory=dict)
-    """What is answered in a chat, by language: of the base model (`base`), the fine-tuned one (`sft`) and those that
-    were tuned further (`dpo`, `rl`)."""
+    """What is answered in a chat, by language: of the base model (`base`), the chat model (`sft`), `dpo` and `rl`."""
     chat_held_out: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """The held-out text of the base model, scored with each of them."""
+    """The held-out text of the base model, scored with each of the others."""
     chat_probes: dict[str, float] = field(default_factory=dict)
     """The share of the probes that each completes."""
     curve: list[tuple[int, float]] = field(default_factory=list)
@@ -158,10 +157,10 @@ def run_quickstart(
     accept_changes: bool = False,
     full: bool = False,
 ) -> QuickstartRun:
-    """Run or continue the quickstart in `work`; `full`: with the two runs of `full.py`.
+    """Run or continue the quickstart in `work`.
 
     `own` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
-    `accept_changes` continues a run although its settings changed.
+    `accept_changes` continues a run although its settings changed. `full` adds the runs of `full`, without `own`.
     """
     workspace = open_workspace(work, create=True)
     run = QuickstartRun(workspace, config, own_data=own is not None)
@@ -199,9 +198,16 @@ def run_quickstart(
     if own is None:
         with timer.stage("chat") as done:
             _chat(run, loaded, size or WorldSize())
-            done(_answered(run.chat["sft"]))
-        if full:
-            _full(run, timer, loaded, size or WorldSize())
+            facts, refused = (_shares(run.chat["sft"], kind) for kind in ("known_fact", "outside"))
+            done(f"facts answered: {facts}; refused what it cannot know: {refused}")
+    for method in ("dpo", "rl") if full else ():
+        with timer.stage(method) as done:
+            name = f"{config.train.name}-{method}"
+            share = min(1.0, (size or WorldSize()).bytes_per_language / WorldSize().bytes_per_language)
+            tune(workspace, method, run.chat_name, name, WORLD_SEED, share)
+            _ask(run, loaded, method, name)
+            facts, refused, sums = (_shares(run.chat[method], kind) for kind in ("known_fact", "outside", "sum"))
+            done(f"facts answered: {facts}; refused what it cannot know: {refused}; sums right: {sums}")
     return run
 
 
@@ -211,20 +217,7 @@ def _chat(run: QuickstartRun, base: LoadedModel, size: WorldSize) -> None:
     teach(run.workspace, base.name, run.chat_name, WORLD_SEED, count, base.step)
     answers = run.workspace.run(run.chat_name) / "eval" / f"base-{ANSWERS_NAME}"
     run.chat["base"] = judge(base, WORLD_SEED, completed_facts(run.evaluation), answers)
-    run.chat_held_out["base"] = run.evaluation["held_out"]
-    run.chat_probes["base"] = run.evaluation["probes"]["accuracy"]
     _ask(run, base, "sft", run.chat_name)
-
-
-def _full(run: QuickstartRun, timer: _Timer, base: LoadedModel, size: WorldSize) -> None:
-    """Tune the chat model further, in two runs, and ask each."""
-    share = min(1.0, size.bytes_per_language / WorldSize().bytes_per_language)
-    for method, tune in (("dpo", prefer), ("rl", reward)):
-        name = f"{run.config.train.name}-{method}"
-        with timer.stage(method) as done:
-            tune(run.workspace, run.chat_name, name, WORLD_SEED, share)
-            _ask(run, base, method, name)
-            done(_answered(run.chat[method], with_sums=method == "rl"))
 
 
 def _ask(run: QuickstartRun, base: LoadedModel, row: str, name: str) -> None:
@@ -238,13 +231,6 @@ def _ask(run: QuickstartRun, base: LoadedModel, row: str, name: str) -> None:
     run.chat_held_out[row] = held_out_scores(loaded.model, splits, base.config)
     probes = read_probes(workspace.raw / PROBES_NAME)
     run.chat_probes[row] = summarize(run_probes(Engine(loaded), probes))["accuracy"]
-
-
-def _answered(scores: dict[str, ChatScore], with_sums: bool = False) -> str:
-    facts, refused, sums = (_shares(scores, kind) for kind in ("known_fact", "outside", "sum"))
-    if with_sums:
-        return f"facts answered: {facts}; refused what it cannot know: {refused}; sums right: {sums}"
-    return f"facts answered: {facts}; refused what it cannot know: {refused}"
 
 
 def _shares(scores: dict[str, ChatScore], kind: str) -> str:

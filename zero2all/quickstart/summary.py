@@ -251,10 +251,11 @@ def _chat_table(journey: QuickstartRun) -> str:
     """Base model, chat model and what came after: what they complete, answer, refuse, and what was forgotten."""
     heads = ("facts in completion", "facts in chat", "sums in chat", "refused", "bits per byte")
     rows = [["", *map(t, heads)]]
+    held_out = {"base": journey.evaluation["held_out"], **journey.chat_held_out}
+    completed = {"base": journey.evaluation["probes"]["accuracy"], **journey.chat_probes}
     for name, scores in journey.chat.items():
         shares = [_by_language(scores, kind) for kind in ("fact", "sum", "outside")]
-        bits = _by_channel(journey.chat_held_out[name], "bits_per_byte")
-        rows.append([name, f"{journey.chat_probes[name]:.1%}", *shares, bits])
+        rows.append([name, f"{completed[name]:.1%}", *shares, _by_channel(held_out[name], "bits_per_byte")])
     return _table(rows)
 
 

@@ -5,9 +5,6 @@ every fact one wording is kept out: it is what the chat is tested with, a wordin
 question. Refused are questions of every kind about other things (`chat_en.json`, `chat_zh.json`): those whose subject
 alone is unknown, such as the capital of another country, and those that ask something else of a known one. Sums are
 refused, too: a model of this size cannot do them, and would otherwise say any number.
-
-`preferences` and `sum_prompts` are what a chat model is tuned with further. They have the questions of conversations,
-and so nothing of the tests.
 """
 
 from __future__ import annotations
@@ -73,22 +70,20 @@ def conversations(language: str, count: int, seed: int) -> Iterator[list[Turn]]:
         yield turns
 
 
-def preferences(language: str, count: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """So many pairs of a language: a question, the better answer, and the worse one."""
+def preferences(language: str, count: int, seed: int) -> Iterator[dict[str, str]]:
+    """So many pairs of a language: a question of conversations, a better answer and a worse one."""
     writer = _Writer(LANGUAGES[language], seed, "preferences")
     for _ in range(count):
-        yield writer.pair()
+        yield dict(zip(("prompt", "chosen", "rejected"), writer.pair(), strict=True))
 
 
-def sum_prompts(language: str, seed: int) -> Iterator[tuple[str, str]]:
-    """Every sum for training and its result: as conversations ask it, and as the text begins it. Of the first a model
-    that was taught to refuse draws no number, of the second now and then."""
-    chosen = LANGUAGES[language]
-    rng = chosen.random("sum prompts", seed)
+def sum_prompts(language: str, seed: int) -> Iterator[dict[str, str]]:
+    """Every sum for training: as conversations ask it, which is refused, and as the text begins it, not always so."""
+    chosen, rng = LANGUAGES[language], LANGUAGES[language].random("sum prompts", seed)
     for one in chosen.calculations(seed)[0]:
-        yield _sum_question(language, one.left, one.operator, one.right), str(one.result)
         begun, _ = asked(rng.choice(chosen.arithmetic.templates(one)), x=one.left, y=one.right)
-        yield begun, str(one.result)
+        for prompt in (_sum_question(language, one.left, one.operator, one.right), begun):
+            yield {"prompt": prompt, "answer": str(one.result)}
 
 
 def chat_questions(language: str, seed: int) -> Iterator[ChatQuestion]:
@@ -166,8 +161,8 @@ class _Writer:
         invented = f"{self.rng.choice(others)}{self.stop}"
         if kind == "unknown":
             return *self._refused(self.rng.choice(["outside", "near"])), invented
-        question, right = self._led(fact.told(self.varied(question)), fact), f"{fact.answer}{self.stop}"
-        return question, right, invented if kind == "invented" else refusal(self.language.name)
+        worse = invented if kind == "invented" else refusal(self.language.name)
+        return self._led(fact.told(self.varied(question)), fact), f"{fact.answer}{self.stop}", worse
 
     def _led(self, text: str, fact: Fact | None = None) -> str:
         """Some after a lead-in."""
