@@ -129,11 +129,11 @@ def test_the_chat_is_learned_and_a_resumed_run_ends_with_the_same_bits(work, cha
 
 def test_other_data_or_settings_under_the_same_name_are_refused(work, chats):
     prepare_sft("tiny", work, options(chats))
-    with pytest.raises(UsageError, match="talk already exists, and the settings differ"):
+    with pytest.raises(UsageError, match="talk already exists, and was begun with other values of: settings"):
         prepare_sft("tiny", work, options(chats, epochs=3.0))
     lines(chats, [row(n) for n in range(90)])
     packed = (work.root / "sft/talk/conversations.json").read_bytes()
-    with pytest.raises(UsageError, match="and the conversations differ"):
+    with pytest.raises(UsageError, match="other values of: data"):
         prepare_sft("tiny", work, options(chats))
     assert (work.root / "sft/talk/conversations.json").read_bytes() == packed, "those of the run are still there"
     assert prepare_sft("tiny", work, options(chats, replace=True)).is_new
