@@ -13,7 +13,6 @@ loss. A function of the user runs in a process of its own (`reward_child`), whic
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 import os
@@ -23,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -175,7 +175,6 @@ class UserFunction:
         """How often it has hung since the answers of a step began."""
         self._child: subprocess.Popen[bytes] | None = None
         self._asked, self._unread = 0, b""
-        atexit.register(self.close)
 
     def __call__(self, answer: JudgedAnswer) -> float | None:
         """Its value for an answer. RewardError where it raises, hangs, or returns no number."""
@@ -193,6 +192,7 @@ class UserFunction:
         command = [sys.executable, "-u", str(CHILD), str(self.path), self.function]
         self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._unread = b""
+        self._end = weakref.finalize(self, _end_process, self._child)  # at the latest when this program ends
         try:
             self._exchanged(b"", 0, START_SECONDS)
         except RewardError as error:
@@ -232,7 +232,11 @@ class UserFunction:
     def close(self) -> None:
         """Kill the process, and what the function has started; the next answer starts another."""
         if self._child is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.communicate()
+            self._end()
             self._child = None
+
+
+def _end_process(child: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.communicate()
