@@ -386,7 +386,5 @@ def test_what_was_removed_is_answered_with_what_to_use_and_runs_that_used_it_can
     text = str(caught.value)
     for instead in ("adamw", "full", "optimizer"):
         assert f"It was removed. Use `{instead}`." in text
-    with pytest.raises(ConfigError, match=r"`reader_kind`\. It was removed: leave it out\."):
-        load_config("quickstart", ["--data.reader_kind", "process"])
     old = {"optim": {"kind": "lion", "adafactor_beta1": 0.0}, "parallel": {"offload_folder": None}}
     assert with_new_names(old) == {"optim": {"kind": "adamw", "muon": {}}, "parallel": {}}

@@ -14,8 +14,8 @@ COLLECTIVES = {name for name in dir(dist.distributed_c10d) if "_object" in name 
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve"}
 SUSPECT = re.compile(r"\b(load|\w*pickle\w*|rpc|distributed\.checkpoint|" + "|".join(MODULES | COLLECTIVES) + r")\b")
 """A word of these is in every file with a problem."""
-OWN_SOCKETS = {"common/engine.py"}
-"""It talks to processes that it starts, over a socket pair that no one else has."""
+OWN_SOCKETS = {"common/engine.py", "packed/readers.py"}
+"""These talk to processes that they start, over a socket pair that no one else has."""
 
 
 def name_of(node: ast.expr) -> str:

@@ -2,11 +2,18 @@
 
 import dataclasses
 import itertools
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +21,7 @@ from hypothesis import strategies as st
 from tests.waiting import wait_until
 from zero2all.common.errors import BadInputError
 from zero2all.packed import loader as loader_module
+from zero2all.packed import readers as readers_module
 from zero2all.packed.config import DataConfig
 from zero2all.packed.loader import BlockLookup, Loader, LoaderOptions, rank_rows, read_batch
 from zero2all.packed.mixture import open_training_data
@@ -148,6 +156,23 @@ def test_the_same_samples_come_in_the_same_order_whatever_the_step_and_wherever_
     assert_equal([part[:24] for part in found], rows_of(whole))
 
 
+def test_reading_processes_give_what_reading_threads_give(data):
+    wanted = [rows_of(read_batch(data, token, SAMPLES)) for token in range(0, 4 * STEP, STEP)]
+    loader = Loader(data, STEP, 0, 4, LoaderOptions(reader_kind="process", readers=2, documents=True))
+    try:
+        for batch, rows in zip(loader, wanted, strict=True):
+            assert_equal(rows_of(batch), rows)
+            assert batch.documents.ids.shape == batch.tokens.shape
+    finally:
+        loader.close()
+
+
+def test_pickled_data_is_a_list_of_paths_and_reads_the_same(data):
+    frozen = pickle.dumps(data)
+    assert len(frozen) < 2_000_000  # cycles, not tokens
+    assert_equal(rows_of(read_batch(pickle.loads(frozen), 0, 8)), rows_of(read_batch(data, 0, 8)))
+
+
 @settings(max_examples=30, deadline=None)
 @given(position=st.integers(0, 400), count=st.integers(1, 150))
 def test_blocks_give_what_single_lookups_give(data, position, count):
@@ -179,7 +204,7 @@ def test_reading_ahead_is_bounded_and_ends_with_close_and_without_steps_left_the
     assert loaders_alive() == before + 1
     loader.close()
     assert loaders_alive() == before
-    assert loader.wait_seconds >= 0
+    assert loader.total_wait_seconds >= loader.wait_seconds >= 0
 
 
 def test_waiting_is_measured(data, monkeypatch):
@@ -187,7 +212,7 @@ def test_waiting_is_measured(data, monkeypatch):
     monkeypatch.setattr(loader_module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     loader = Loader(data, STEP, 0, 2)
     next(iter(loader))
-    assert loader.wait_seconds == 1.0
+    assert loader.wait_seconds == loader.total_wait_seconds == 1.0
     loader.close()
 
 
@@ -202,12 +227,77 @@ def test_an_error_while_reading_reaches_the_trainer(data):
     assert loaders_alive() == 0
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(by_hand, tmp_path):
+# ---- reading processes ----
+
+
+def reading_processes(of: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(of).children() if "zero2all.packed.readers" in " ".join(child.cmdline())]
+
+
+def test_a_reader_that_is_killed_is_replaced_and_no_batch_is_lost_or_changed(data):
+    said: list[str] = []
+    options = LoaderOptions(reader_kind="process", prefetch_steps=1)
+    loader = Loader(data, STEP, 0, 6, dataclasses.replace(options, on_problem=said.append))
+    killed = 0
+    for number, batch in enumerate(loader):
+        assert np.array_equal(batch.tokens, read_batch(data, number * STEP, SAMPLES).tokens)
+        if number in (1, 3):
+            (reader,) = reading_processes(os.getpid())
+            reader.kill()
+            killed += 1
+    loader.close()
+    assert killed == 2
+    assert said == ["a reader process ended (SIGKILL); another one takes over"] * 2
+    assert reading_processes(os.getpid()) == []
+
+
+def test_readers_that_keep_dying_end_the_run_with_the_way_on(data, monkeypatch):
+    monkeypatch.setattr(readers_module, "START", "import os; os.kill(os.getpid(), 9)")
+    said: list[str] = []
+    loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process", on_problem=said.append))
+    with pytest.raises(BadInputError, match=r"4 times in a row .*SIGKILL.*data\.reader_kind to thread"):
+        next(iter(loader))
+    assert len(said) == readers_module.RETRIES
+    loader.close()
+
+
+def test_an_error_in_a_reader_reaches_the_trainer(by_hand, tmp_path):
     made = by_hand(tmp_path, {"a": [30] * 20})
     data = open_training_data(made.packed, DataConfig(seq_len=SEQ_LEN), [Stage("main", 0, None, SEQ_LEN)])
     for shard in (tmp_path / "a/train").glob("tokens-*.bin"):
         shard.write_bytes(b"\xff" * shard.stat().st_size)
-    loader = Loader(data, STEP, 0, 6)
+    loader = Loader(data, STEP, 0, 6, LoaderOptions(reader_kind="process"))
     with pytest.raises(BadInputError, match="has the id 65535"):
         next(iter(loader))
     loader.close()
+
+
+TRAINER = """
+import pickle, sys, time
+from zero2all.packed.loader import Loader, LoaderOptions
+if __name__ == "__main__":
+    data = pickle.load(open(sys.argv[1], "rb"))
+    options = LoaderOptions(reader_kind="process", readers=2, prefetch_steps=4)
+    batches = iter(Loader(data, 64, 0, 10**9, options))
+    for _ in range(8):
+        next(batches)
+    print("reading", flush=True)
+    for _ in batches:
+        time.sleep(0.002)
+"""
+
+
+def test_readers_of_a_trainer_that_is_killed_end_by_themselves_and_leave_nothing_in_shared_memory(data, tmp_path):
+    (tmp_path / "data.pickle").write_bytes(pickle.dumps(data))
+    script = tmp_path / "trainer.py"  # a file, for processes that import their parent's main module
+    script.write_text(TRAINER)
+    trainer = subprocess.Popen([sys.executable, script, tmp_path / "data.pickle"], stdout=subprocess.PIPE)
+    assert trainer.stdout.readline() == b"reading\n"
+    processes = reading_processes(trainer.pid)
+    assert len(processes) == 2
+    mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in (trainer.pid, *(each.pid for each in processes))]
+    trainer.send_signal(signal.SIGKILL)
+    assert trainer.wait() == -signal.SIGKILL
+    trainer.stdout.close()
+    wait_until(lambda: not any(each.is_running() for each in processes))
+    assert not any("/dev/shm/" in text for text in mapped)

@@ -73,9 +73,10 @@ def test_tokens_masks_and_borders_are_those_of_the_data_itself(made, address, tm
         assert block_bytes(tmp_path / "cache") <= LIMIT
 
 
-def test_the_loader_hands_out_the_same_batches(made, tmp_path):
-    folder = open_address(f"file://{made.packed}", tmp_path / "cache", LIMIT, BLOCK)
-    near, far = batches(made.packed), batches(folder, readers=2)
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_loader_hands_out_the_same_batches(made, tmp_path, kind):
+    folder = open_address(f"file://{made.packed}", tmp_path / "cache", LIMIT, BLOCK)  # memory:// ends with its process
+    near, far = batches(made.packed), batches(folder, readers=2, reader_kind=kind)
     assert far[0] == near[0]
     for ours, theirs in zip(far[1], near[1], strict=True):
         assert all((one == other).all() for one, other in zip(ours, theirs, strict=True))

@@ -1,9 +1,11 @@
 """Damaged data: refused when it is opened, named by `verify_packed`, and found beside a run, with file and field."""
 
 import json
+import os
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.waiting import wait_until
@@ -191,6 +193,11 @@ def splits_of(made):
     return [open_split(made.packed, name, "train") for name in ("a", "talk")]
 
 
+def reading_processes() -> list[psutil.Process]:
+    """Those of the check; other tests have children of this process too."""
+    return [child for child in psutil.Process().children() if "zero2all.packed.readers" in " ".join(child.cmdline())]
+
+
 def no_problem(text: str) -> None:
     raise AssertionError(text)
 
@@ -221,6 +228,18 @@ def test_ranks_share_the_files_and_one_that_vanishes_is_damage(made):
     splits = splits_of(made)
     (made.packed / "a/train/docs-00000.idx").unlink()
     assert "docs-00000.idx cannot be read (No such file or directory)" in damage_found(made, splits=splits)
+
+
+def test_much_data_is_checked_in_a_process_of_low_priority_that_ends_with_the_block(made, monkeypatch):
+    monkeypatch.setattr(verify, "IN_THREAD_BYTES", 0)
+    flip(made.packed / "talk/train/tokens-00002.bin")
+    with checking_shards(splits_of(made), [], no_problem) as check:
+        wait_until(lambda: reading_processes() != [])
+        (process,) = reading_processes()
+        wait_until(lambda: check.damage is not None)
+        assert process.nice() == 19 or os.nice(0) == 19
+    assert "talk/train/tokens-00002.bin" in check.damage
+    assert not process.is_running()
 
 
 def test_reading_is_slow_and_stops_at_once_with_the_run(made, monkeypatch):

@@ -99,7 +99,10 @@ ROWS: dict[int, list[str] | str] = {
         "train/test_train_data.py::test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended",
         "packed/test_packed_verify.py::test_a_missing_or_short_file_of_any_kind_is_named",
     ],
-    43: ["packed/test_packed_loader.py::test_an_error_while_reading_reaches_the_trainer"],
+    43: [
+        "train/test_train_data.py::"
+        "test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down"
+    ],
     44: [HERE],  # memory of the machine; that of a GPU: benchmarks/gpu_faults.py
     45: ON_A_GPU,  # benchmarks/gpu_faults.py, and row 46
     46: ON_A_GPU,

@@ -127,11 +127,11 @@ def test_four_ranks_train_save_and_resume_where_no_process_can_read_a_pickle(lab
     warm = WarmProcess(PYTHONPATH=os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]))
     starter = RankStarter(warm, lab.root, tmp_path)
     code = f"import pickle; assert pickle.loads.__module__ == 'sitecustomize'; {CODE}"
-    asked = settings(config, "no pickle")
+    asked = [settings(config, "no pickle", reader_kind=kind) for kind in ("thread", "process")]
     try:
-        stopped = starter(asked, 4, signals={2: (3, signal.SIGTERM, 0.0)}, code=code)
+        stopped = starter(asked[0], 4, signals={2: (3, signal.SIGTERM, 0.0)}, code=code)
         assert stopped.wait() == [10] * 4, stopped.text()
-        resumed = starter.finished(asked, 4, code=code)
+        resumed = starter.finished(asked[1], 4, code=code)
     finally:
         starter.stop()
         warm.process.communicate()

@@ -5,6 +5,7 @@ import shutil
 from collections import defaultdict
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.train.ranks import RankStarter
@@ -161,6 +162,25 @@ def test_an_anneal_has_a_mixture_of_its_own_also_on_resume_and_unknown_sources_a
     stages = newest_checkpoint(run).manifest["order"]["stages"]
     assert [(stage["name"], list(stage["units"])) for stage in stages][-1] == ("anneal", ["zh"])
     assert train(settings, work, say=quiet).step == 12  # the record is found again, nothing is refused
+
+
+def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down(work, config, monkeypatch):
+    train(config(), work, say=quiet)
+    step = trainer.Trainer.step
+
+    def kill_reader(training, *given):
+        if training.state.step == 3:
+            for child in psutil.Process().children():
+                if "zero2all.packed.readers" in " ".join(child.cmdline()):
+                    child.kill()
+        step(training, *given)
+
+    monkeypatch.setattr(trainer.Trainer, "step", kill_reader)
+    train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
+    weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
+    assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
+    (warning,) = [event for event in read_run(work.run("killed")).events if event.kind == "warning"]
+    assert warning.data["problem"] == "a reader process ended (SIGKILL); another one takes over"
 
 
 def flip(path):

@@ -40,7 +40,7 @@ REPLACED_CHOICES = {
 }
 """By field: a value of earlier versions -> what to use now."""
 REMOVED_FIELDS = {
-    "data": ("quarantine", "reader_kind"),
+    "data": ("quarantine",),
     "guards": ("false_shard_alarms",),
     "optim": ("adafactor_beta1", "adafactor_decay_power", "adafactor_clip_rms", "muon_update_rms"),
     "parallel": ("offload_one_step_late", "offload_folder"),
@@ -309,10 +309,8 @@ def _with_new_name(problem: Problem) -> Problem | None:
             "tokens a step."
         )
         return dataclasses.replace(problem, hint=hint)
-    section, _, leaf = problem.field.rpartition(".")
-    if leaf in REMOVED_FIELDS.get(section, ()):
-        return dataclasses.replace(problem, hint="It was removed: leave it out.")
     if isinstance(problem, UnknownName):
+        leaf = problem.field.rpartition(".")[2]
         new = f"optim.muon.{MOVED_FIELDS[leaf]}" if leaf in MOVED_FIELDS else RENAMED_FIELDS.get(leaf)
     else:
         new = RENAMED_CHOICES.get(problem.field, {}).get(str(problem.value))

@@ -32,7 +32,9 @@ class DataConfig:
     prefetch_steps: PositiveInt = 2
     """How many steps to read ahead."""
     readers: PositiveInt = 1
-    """Threads that read ahead."""
+    """Threads (or processes) that read ahead."""
+    reader_kind: Literal["thread", "process"] = "thread"
+    """Read in threads, or in processes where reading competes with the trainer for Python's lock (rare)."""
     verify_shards: bool = True
     """Check the size and crc32c of every file that is read, once per start, in the background (32 MB per second and
     process). The run stops when a file is damaged."""
@@ -60,7 +62,9 @@ class DataConfig:
         return found + mixture_problems(self.mixture, f"{place}.mixture")
 
 
-FREE_ON_RESUME = (*("question_frames", "prefetch_steps", "readers", "verify_shards", "packed", "cache", "cache_bytes"),)
+FREE_ON_RESUME = (
+    *("question_frames", "prefetch_steps", "readers", "reader_kind", "verify_shards", "packed", "cache", "cache_bytes"),
+)
 """Fields that do not say which samples are read."""
 
 

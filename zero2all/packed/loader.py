@@ -2,7 +2,8 @@
 
 A batch is named by the token at which it begins, so the loader has no state to save. Rank r of W takes the r-th run of
 ceil(rows / W) rows of a global batch. Where that does not divide, the last ranks get rows of weight 0 on top, so that
-all ranks run the same shapes. Reading is done by threads: copying out of a memory map releases Python's lock.
+all ranks run the same shapes. Reading is done by threads: copying out of a memory map releases Python's lock. `process`
+readers are for machines where the trainer itself needs the lock all the time; they map the files themselves.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from zero2all.common.progress import say
 from zero2all.packed.mixture import TrainingData
+from zero2all.packed.readers import ReaderProcesses
 from zero2all.packed.samples import Borders, Documents
 from zero2all.packed.shard_format import DamagedShardError
 from zero2all.packed.stages import OrderSegment
@@ -85,6 +88,9 @@ class LoaderOptions:
     """Also say where documents lie in the rows."""
     prefetch_steps: int = 2
     readers: int = 1
+    reader_kind: str = "thread"
+    on_problem: Callable[[str], None] | None = None
+    """Told in a sentence, by a thread of the loader, of what was mended on the way. None: it is printed."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,19 @@ class BlockLookup:
         return block
 
 
+class StepReader:
+    """Reads this rank's rows of the step that begins at a token."""
+
+    def __init__(self, data: TrainingData, tokens_per_step: int, options: LoaderOptions) -> None:
+        self._data, self._tokens_per_step, self._options = data, tokens_per_step, options
+        self._lookup = BlockLookup()
+
+    def __call__(self, first_token: int, allocate: Allocate = np.empty) -> Batch:
+        """The rows, in memory that `allocate` gives."""
+        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
+        return read_batch(self._data, first_token, samples, self._options, self._lookup, allocate)
+
+
 class Loader:
     """Iterate over the batches of `steps` steps of `tokens_per_step` tokens, from `first_token` on."""
 
@@ -209,9 +228,15 @@ class Loader:
         self.options = options or LoaderOptions()
         self.wait_seconds = 0.0
         """How long the trainer waited for the batch it was handed last."""
+        self.total_wait_seconds = 0.0
         self._delivery = delivery
         self._firsts = iter(range(first_token, first_token + steps * tokens_per_step, tokens_per_step))
-        self._data, self._tokens_per_step, self._lookup = data, tokens_per_step, BlockLookup()
+        # Without `on_problem`, because a process is sent a pickle of it.
+        self._reader = StepReader(data, tokens_per_step, replace(self.options, on_problem=None))
+        self._processes: ReaderProcesses | None = None
+        if self.options.reader_kind == "process":
+            # Pickled, the data is a list of paths: every process maps the files itself.
+            self._processes = ReaderProcesses(self._reader, self.options.on_problem or say)
         self._pool = ThreadPoolExecutor(self.options.readers, thread_name_prefix="z2a-loader")
         self._ahead: deque[Future[Batch]] = deque()
         for _ in range(self.options.prefetch_steps):
@@ -222,6 +247,7 @@ class Loader:
             started = time.perf_counter()
             batch = self._ahead[0].result()
             self.wait_seconds = time.perf_counter() - started
+            self.total_wait_seconds += self.wait_seconds
             self._ahead.popleft()
             self._ask_for_next()
             yield batch
@@ -229,7 +255,10 @@ class Loader:
     def close(self) -> None:
         """Stop reading ahead."""
         self._firsts = iter(())
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
+        self._pool.shutdown(wait=True)
         self._ahead.clear()
 
     def _ask_for_next(self) -> None:
@@ -238,7 +267,6 @@ class Loader:
             self._ahead.append(self._pool.submit(self._read, first_token))
 
     def _read(self, first_token: int) -> Batch:
-        samples = self._tokens_per_step // self._data.segment_at(first_token).seq_len
-        allocate = self._delivery.allocate
-        batch = read_batch(self._data, first_token, samples, self.options, self._lookup, allocate)
-        return self._delivery.finish(batch)
+        if self._processes is not None:
+            return self._delivery.finish(self._processes(first_token))
+        return self._delivery.finish(self._reader(first_token, self._delivery.allocate))

@@ -139,7 +139,7 @@ class PackedSplit:
 
     def __init__(self, packed: Path, name: str, split: str, manifest: dict[str, Any]) -> None:
         self.name, self.split, self.folder, self.manifest = name, split, packed / name / split, manifest
-        self.remote = remote_of(packed)
+        self._packed, self.remote = packed, remote_of(packed)
         self.shards = self._files(tokens_name, manifest["dtype"], in_blocks=True)
         self.docs = self._files(docs_name, "<u8")
         self.masks = self._files(mask_name, "u1", in_blocks=True) if manifest.get("loss_mask") else None
@@ -147,6 +147,9 @@ class PackedSplit:
         self._first_documents = [0, *accumulate(self.docs.lengths)]
         self.shard_starts = np.array(self._starts, dtype=np.int64)
         """Position of each shard's first token within the split, and the total at the end."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open_split, (self._packed, self.name, self.split)  # another process maps the files itself
 
     @property
     def channel(self) -> str:

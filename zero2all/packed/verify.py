@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.common.checksum import extended
 from zero2all.common.errors import BadInputError, UserError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, read_json
 from zero2all.common.manifest import FileCheck, file_checks, fingerprint, read_manifest, verify_files
 from zero2all.common.memory import available_memory
 from zero2all.common.records import SPLITS
 from zero2all.packed.bestfit import best_fit_folder
+from zero2all.packed.readers import ReaderProcesses, ReadersEndedError
 from zero2all.packed.shard_format import (
     PACK_COMMAND,
     REPORT_NAME,
@@ -172,12 +172,14 @@ class _SplitCheck:
 # Checks the shards that a run reads against their manifests, once, while it trains.
 #
 # Nothing else would notice a damaged shard: its tokens are still tokens. Files are read slowly beside the run, 32 MB a
-# second and process, in a thread that keeps Python's lock for none of it. Each rank of a run checks its share of the
-# files.
+# second and process, in a process with the lowest priority (crc32c keeps Python's lock), or, where there is little to
+# read, in a thread. Each rank of a run checks its share of the files.
 
 
 BYTES_PER_SECOND = 32_000_000
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
+IN_THREAD_BYTES = 16_000_000
+"""Up to this much is not worth a process."""
 CACHED_SHARE = 0.25
 """Files larger together than this share of the free memory are not left in the page cache, which others need."""
 
@@ -211,32 +213,46 @@ def checking_shards(
     """
     files = sorted(_files_of(splits, seq_lens), key=lambda check: str(check.path))[rank::ranks]
     total = sum(int(check.expected["bytes"]) for check in files)
-    reading = _SlowReading(total > CACHED_SHARE * available_memory())
+    reading = _SlowReading(files, total > CACHED_SHARE * available_memory())
+    processes = None if total <= IN_THREAD_BYTES else ReaderProcesses(reading, on_problem, niceness=19)
     check = ShardCheckResult()
-
-    def check_all() -> None:
-        try:
-            for file in files:
-                problem = reading.problem_of(file)
-                if problem is not None:
-                    on_damage(problem)
-                    check.damage = problem
-                    return
-            check.finished = True
-        except UserError as error:  # the check cannot be made, which is no reason to stop the run
-            on_problem(f"the check of the shards stopped: {error}")
-        except _StoppedError:  # with the run
-            return
-        finally:
-            check.ended.set()
-
-    thread = threading.Thread(target=check_all, name="z2a-check", daemon=True)
+    thread = threading.Thread(
+        target=_check_all,
+        args=(check, processes or reading, len(files), on_problem, on_damage),
+        name="z2a-check",
+        daemon=True,
+    )
     thread.start()
     try:
         yield check
     finally:
         reading.stopped = True
+        if processes is not None:
+            processes.close()
         thread.join()
+
+
+def _check_all(
+    check: ShardCheckResult,
+    read: Callable[[int], Any],
+    files: int,
+    on_problem: Callable[[str], None],
+    on_damage: Callable[[str], None],
+) -> None:
+    try:
+        for number in range(files):
+            problem = read(number)
+            if problem is not None:
+                on_damage(problem)
+                check.damage = problem
+                return
+        check.finished = True
+    except UserError as error:  # the check cannot be made, which is no reason to stop the run
+        on_problem(f"the check of the shards stopped: {error}")
+    except ReadersEndedError:  # with the run
+        return
+    finally:
+        check.ended.set()
 
 
 def _files_of(splits: Sequence[PackedSplit], seq_lens: Sequence[int]) -> Iterator[FileCheck]:
@@ -249,20 +265,15 @@ def _files_of(splits: Sequence[PackedSplit], seq_lens: Sequence[int]) -> Iterato
                     yield from file_checks(folder, read_json(folder / MANIFEST_NAME))
 
 
-class _StoppedError(Exception):
-    """The run has ended."""
-
-
 class _SlowReading:
-    """Reads files in small chunks with pauses between them."""
+    """Reads a file in small chunks with pauses between them; returns what is wrong with it."""
 
-    def __init__(self, drop_cache: bool) -> None:
-        self._drop_cache = drop_cache and hasattr(os, "posix_fadvise")
+    def __init__(self, files: Sequence[FileCheck], drop_cache: bool) -> None:
+        self._files, self._drop_cache = list(files), drop_cache and hasattr(os, "posix_fadvise")
         self.stopped = False
 
-    def problem_of(self, file: FileCheck) -> str | None:
-        """What is wrong with a file."""
-        path, expected = file
+    def __call__(self, number: int) -> str | None:
+        path, expected = self._files[number]
         try:
             crc, size = self._read(path)
         except OSError as error:
@@ -275,15 +286,16 @@ class _SlowReading:
         return f"{path} has changed since it was written (crc32c differs)"
 
     def _read(self, path: Path) -> tuple[int, int]:
+        import google_crc32c
+
         crc = size = 0
-        chunk = np.empty(CHUNK_BYTES, np.uint8)
         with open(path, "rb", buffering=0) as file:
-            while count := file.readinto(chunk.data):
+            while chunk := file.read(CHUNK_BYTES):
                 if self.stopped:
-                    raise _StoppedError
-                crc = extended(crc, chunk[:count])
+                    raise ReadersEndedError("the check was ended")
+                crc = google_crc32c.extend(crc, chunk)
                 if self._drop_cache:  # what the trainer has mapped stays
-                    os.posix_fadvise(file.fileno(), size, count, os.POSIX_FADV_DONTNEED)
-                size += count
-                time.sleep(count / BYTES_PER_SECOND)
+                    os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
+                size += len(chunk)
+                time.sleep(len(chunk) / BYTES_PER_SECOND)
         return crc, size

@@ -227,6 +227,8 @@ class Trainer:
             documents=data.document_mask,
             prefetch_steps=data.prefetch_steps,
             readers=data.readers,
+            reader_kind=data.reader_kind,
+            on_problem=self.log.warn_from_any_rank,
         )
         steps_left = max(0, state.last_step - state.step)
         per_step = self.config.train.tokens_per_step

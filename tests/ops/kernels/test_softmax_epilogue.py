@@ -198,9 +198,8 @@ def test_targets_may_begin_anywhere(device):
     # So do the ids behind the first one, where a batch is one row.
     ids = random_ids(384, 129).to(device).unsqueeze(0)
     others = (ids[:, 1:], torch.ones(1, 128, device=device), 384, 0.0)
-    (total, _), _ = values_and_gradients(
-        quack_linear_cross_entropy, [value.to(device, LOW) for value in given(128, 384)], *others
-    )
+    hidden, head = (value.to(device, LOW) for value in given(128, 384))
+    (total, _), _ = values_and_gradients(quack_linear_cross_entropy, [hidden.unsqueeze(0), head], *others)
     expected, _ = head_and_loss(*given(128, 384), ids[0, 1:].cpu(), torch.ones(128), 384, 0.0)
     assert_close(total, expected, 1e-2)
 

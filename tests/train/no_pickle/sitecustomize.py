@@ -1,7 +1,7 @@
 """With this folder on PYTHONPATH a process reads no pickle: `pickle.loads` and the like raise, and say so on stderr.
 
 Python imports this file before anything else, so that who keeps a name of its own for them (torch does) keeps these.
-What local workers get over their own socket pair is let through, by the file that reads it.
+What local workers and readers get over their own socket pair is let through, by the file that reads it.
 """
 
 import _pickle
@@ -10,7 +10,7 @@ import pickle
 import sys
 from typing import Any
 
-OWN_SOCKETS = ("zero2all/common/engine.py",)
+OWN_SOCKETS = ("zero2all/common/engine.py", "zero2all/packed/readers.py")
 SAID = "a pickle is read by"
 
 
