@@ -31,6 +31,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zero2all.common.cores import usable_cores
 from zero2all.common.errors import UsageError
 from zero2all.config.finetune import GrpoConfig
 from zero2all.evals.sandbox import SandboxLimits, run_program
@@ -97,7 +98,7 @@ class Rewards:
         found: dict[str, list[float | None]] = {}
         for name in self.functions:
             if name == "code":  # each program is a process
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                with ThreadPoolExecutor(usable_cores()) as pool:
                     found[name] = list(pool.map(lambda answer: value("code", answer), answers))
             else:
                 found[name] = [value(name, answer) for answer in answers]
