@@ -256,13 +256,14 @@ def test_rows_with_a_prompt_become_prompts_and_the_rest_is_named(trained_workspa
         {"text": "q 6"},
         {"prompt": "q 7 " * 60, "answer": "7"},
         {"prompt": [{"role": "assistant", "content": "8"}], "answer": "8"},
+        {"prompt": [{"role": "system", "content": "9"}], "answer": "9"},
         {"question": "q 1", "answer": "1"},
     ]
     options = DataOptions(64, 0.0, PROMPTS, 16, ["answer"])
     report = pack_conversations(
         [lines(tmp_path / "p.jsonl", rows)], trained_workspace.tokenizer, tmp_path / "out", options
     )
-    assert report["left_out"] == {"no_prompt": 2, "no_answer": 1, "too_long": 1, "duplicate": 1}
+    assert report["left_out"] == {"no_prompt": 3, "no_answer": 1, "too_long": 1, "duplicate": 1}
     records = [json.loads(line) for line in (tmp_path / "out/records.train.jsonl").read_text().splitlines()]
     assert [each["answer"] for each in records] == ["a #### 1", "2", "3", ["4"]]
     assert [each["prompt"] for each in records] == ["q 1", "q 2", "q 3", "q 4"]

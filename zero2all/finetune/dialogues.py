@@ -143,11 +143,11 @@ def prompt_of(fields: Mapping[str, Any], form: str, needs: Sequence[str] = ()) -
     while messages and messages[-1].role == LEARNED_ROLE:  # the answer that a set for SFT has
         gold = gold if gold is not None else messages[-1].text or None
         messages.pop()
+    if not messages or messages[-1].role == "system":
+        raise RowError("no_prompt", "there is no message to answer")
     dialogue = _beside(messages, fields, form != "messages")
     in_order(dialogue)
-    record |= {"prompt": messages[-1].text if messages else ""} | ({} if gold is None else {"answer": gold})
-    if not messages:
-        raise RowError("no_prompt", "there is no message to answer")
+    record |= {"prompt": messages[-1].text} | ({} if gold is None else {"answer": gold})
     if missing := [name for name in needs if record.get(name) is None]:
         raise RowError(f"no_{missing[0]}", f"fields: {', '.join(map(str, fields))}")
     return Sample((dialogue,), len(messages), record)

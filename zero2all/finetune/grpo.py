@@ -53,6 +53,8 @@ LARGEST_LOG_RATIO = 10.0
 OF_TOKENS = ("tokens", "loss/grpo", "policy/sampler_gap", "policy/clipped_low", "policy/clipped_high", "policy/kl")
 ROWS_AT_ONCE = 8
 """That the reference scores."""
+MOST_REASONS = 3
+"""Of a process and a step, why answers could not be judged; a run says ten times as many."""
 
 
 def policy_losses(
@@ -169,7 +171,7 @@ class PolicyGradient:
         totals, right = list(map(self.rewards.total, values)), list(map(self.rewards.is_right, values))
         seconds = (judging - started, time.perf_counter() - judging)
         own = [*map(list, zip(map(answer_values, found), totals, right, strict=True))]
-        said = world.gather([own, seconds, sorted(self.rewards.failures)])
+        said = world.gather([own, seconds, [reason for reason, _ in self.rewards.failures.most_common(MOST_REASONS)]])
         places = {number: place for place, number in enumerate(numbers)}
         together = [(answer_from(values), *judgement) for rows, *_ in said for values, *judgement in rows]
         together.sort(key=lambda each: places[each[0].prompt])  # the answers to a prompt stay in their order
@@ -183,12 +185,14 @@ class PolicyGradient:
         if all(total is None for total in drawn.totals):
             raise BadInputError(
                 f"None of the {len(drawn.answers):,} answers of step {step:,} could be judged "
-                f"({'; '.join(reasons[:3])}). Correct the reward function, and run the same command: the run continues."
+                f"({'; '.join(reasons[:MOST_REASONS])}). Correct the reward function, and run the same command: "
+                "the run continues."
             )
         for reason in reasons:
-            if reason not in self.said and self.context.world.is_first:
-                say(f"warning: answers that a reward cannot judge are left out: {reason}")
-            self.said.add(reason)
+            if reason not in self.said and len(self.said) < 10 * MOST_REASONS:
+                self.said.add(reason)
+                if self.context.world.is_first:
+                    say(f"warning: answers that a reward cannot judge are left out: {reason}")
 
     def _merge_adapters(self, state: TrainState) -> None:
         if (model := self.sampler.model) is state.model:

@@ -70,7 +70,7 @@ class Rewards:
         self.weights = config.rewards_by_name
         self.functions: dict[str, Reward] = {name: _reward(name, config) for name in self.weights}
         self.failures: Counter[str] = Counter()
-        """How often answers could not be judged, by what was wrong."""
+        """How often answers of the last call of `values` could not be judged, by what was wrong."""
 
     def try_out(self) -> None:
         """UsageError where a function of the user cannot be loaded."""
@@ -92,6 +92,7 @@ class Rewards:
                 self.failures[f"{name}: {error}"] += 1
                 return None
 
+        self.failures.clear()
         for function in self.functions.values():
             if isinstance(function, UserFunction):
                 function.hangs = 0
@@ -220,7 +221,11 @@ class UserFunction:
                         raise BrokenPipeError
                     self._unread += more
                 text, _, self._unread = self._unread.partition(b"\n")
-                of, value, problem = json.loads(text)
+                try:
+                    of, value, problem = json.loads(text)
+                except (ValueError, TypeError) as error:
+                    self.close()  # processes that it has forked write over each other
+                    raise RewardError(f"its process wrote {text[:80]!r} into the protocol") from error
                 if of != number:
                     continue
                 if problem is not None:
