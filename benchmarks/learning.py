@@ -4,6 +4,7 @@
     python benchmarks/learning.py compare --work W --nanochat FOLDER --size d8       runs by turns; JSON and a picture
     python benchmarks/learning.py compare --work W --nanochat FOLDER --size cpu      two minutes without a GPU
     python benchmarks/learning.py changes --work W --nanochat FOLDER --size d8       each change alone, on both sides
+    python benchmarks/learning.py preset --work W                                    1.26 B: z2all-1b before and after
     python benchmarks/learning.py show                                               what was found, as a table
 
 FOLDER is a checkout of nanochat; nothing of it is in this repository. Its model and optimizer are used as they are,
@@ -16,6 +17,8 @@ the rules of the optimizer, run once for each of --shares of nanochat's tokens. 
 read between the shares, each a run whose schedule ends there. Seconds are the mean time of a step, without the first
 10, x steps: compiling, evaluation and saving are left out on both sides. nanochat lives in a process of its own, which
 waits while ours runs.
+preset: the model of configs/z2all-1b.yaml as it was until 19 November 2026 (AdamW, its rate, an architecture of Llama),
+and with QK-norm, Muon and the rules; equal tokens, equal batch.
 changes: ours with one setting changed, nanochat without one of its parts; runs of their own by turns, one seed.
 """
 
@@ -98,13 +101,18 @@ def main() -> None:
         verb.add_argument("--batch", type=int, help="nanochat's tokens of a step (default: by size)")
         verb.add_argument("--windows", default="L", help="nanochat's window_pattern; L: full, its best without FA3")
         verb.add_argument("--name", default="learning", help="of the file in benchmarks/results")
+    preset_verb = verbs.add_parser("preset")
+    preset_verb.add_argument("--tokens", type=int, default=14_680_064)
+    preset_verb.add_argument("--name", default="learning_1b", help="of the file in benchmarks/results")
+    preset_verb.add_argument("--set", nargs="*", default=[], help="fields of both sides, such as model.layers=2")
     verbs.add_parser("show")
     child = verbs.add_parser("nanochat-run")
     child.add_argument("--job", required=True)
-    for verb in (prepare_verb, compare_verb, changes_verb):
+    for verb in (prepare_verb, compare_verb, changes_verb, preset_verb):
         verb.add_argument("--work", type=Path, required=True)
     arguments = parser.parse_args()
-    calls = {"prepare": prepare, "compare": compare, "changes": changes, "show": show, "nanochat-run": run_nanochat}
+    calls = {"prepare": prepare, "compare": compare, "changes": changes, "preset": preset, "show": show}
+    calls["nanochat-run"] = run_nanochat
     calls[arguments.verb](arguments)
 
 
@@ -212,6 +220,23 @@ def changes(arguments: argparse.Namespace) -> None:
         sys.exit(f"no result, see the errors above: {', '.join(failed)}")
 
 
+def preset(arguments: argparse.Namespace) -> None:
+    """The model of z2all-1b, as it was and by the rules."""
+    shape = {"vocab_size": 64_320, "hidden_size": 2048, "intermediate_size": 5632, "layers": 22, "max_seq_len": 2048}
+    after = settings_of({"depth": 22, "width": 2048, "inner": 5632, "seq_len": 2048}, arguments.tokens, 1)
+    after["model"] |= shape | {"heads": 16, "kv_heads": 4, "init_std": None}
+    after["train"] |= {"micro_batch_samples": 16, "tokens_per_step": 65_536}
+    steps = arguments.tokens // 65_536
+    before = {name: after[name] for name in ("data", "train", "validation", "checkpoint")}
+    before |= {"model": shape | {"heads": 32, "kv_heads": 8}, "optim": {"lr_max": 4e-4}}
+    before["schedule"] = {"warmup_steps": max(1, steps // 20)}  # 2,000 of 40,000 steps
+    runs = {}
+    for side, values in (("as it was", before), ("by the rules", after)):
+        runs[side] = trained(arguments, values, 2048)
+        say({"side": side, "seed": 1, "share": 1.0, **runs[side]})
+        save_result(arguments.name, {"tokens": arguments.tokens, "settings": arguments.set, "runs": runs})
+
+
 def change(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
     """Compile in a run of a few steps, wait for the card, then train."""
     size, (seed,) = size_of(arguments), arguments.seeds
@@ -314,11 +339,27 @@ def show_changes() -> None:
 def ours(
     arguments: argparse.Namespace, size: dict[str, Any], tokens: float, seed: int, changed: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The trainer of `z2a train`, then what its record says. `changed`: a row of CHANGES."""
+    """A run with the settings of SIZES. `changed`: a row of CHANGES."""
+    values = settings_of(size, int(tokens), seed)
+    if changed:
+        values = settings_of(size, int(tokens), seed, config_of(arguments, values), changed)
+    return trained(arguments, values, size["seq_len"])
+
+
+def config_of(arguments: argparse.Namespace, values: dict[str, Any]) -> Any:
+    """The config with these values, and those of --set."""
+    from zero2all.config import load_config
+
+    path = arguments.work / "learning.json"
+    write_json(path, values)
+    return load_config(path, ["--train.name=learning", *(f"--{setting}" for setting in getattr(arguments, "set", []))])
+
+
+def trained(arguments: argparse.Namespace, values: dict[str, Any], seq_len: int) -> dict[str, Any]:
+    """The trainer of `z2a train`, then what its record says."""
     import torch
 
     from zero2all.common.workspace import Workspace
-    from zero2all.config import load_config
     from zero2all.estimate.flops import flops_per_token
     from zero2all.infer.load import load_run
     from zero2all.model.config import ModelConfig
@@ -326,23 +367,17 @@ def ours(
     from zero2all.train.guards.ledger import SkipLedger
     from zero2all.train.run import train
 
-    name = "learning"
+    config = config_of(arguments, values)
+    name, tokens = config.train.name, config.train.steps * config.train.tokens_per_step
     shutil.rmtree(arguments.work / "runs" / name, ignore_errors=True)
-    path = arguments.work / "learning.json"
-    write_json(path, settings_of(size, int(tokens), seed))
-    words = [f"--train.name={name}", *(f"--{setting}" for setting in getattr(arguments, "set", []))]
-    config = load_config(path, words)
-    if changed:
-        write_json(path, settings_of(size, int(tokens), seed, config, changed))
-        config = load_config(path, words)
     train(config, Workspace(arguments.work), fresh=True, say=lambda _: None, brief=True)
     run = read_run(arguments.work / "runs" / name)
     loaded = load_run(Workspace(arguments.work), name)
     step = run.series["time/step"].value
     losses = run.series["loss"].value
     assert isinstance(loaded.model.config, ModelConfig)
-    per_token = flops_per_token(loaded.model.config, size["seq_len"])["palm"]
-    score = scorer(lambda rows: loaded.model.to(device()).logits(loaded.model(rows)), size["seq_len"])
+    per_token = flops_per_token(loaded.model.config, seq_len)["palm"]
+    score = scorer(lambda rows: loaded.model.to(device()).logits(loaded.model(rows)), seq_len)
     torch.set_float32_matmul_precision("high")  # as nanochat's side
     return {
         "loss": score(np.load(arguments.work / "valid.npy")),

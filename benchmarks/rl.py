@@ -5,10 +5,10 @@
     python benchmarks/rl.py --work FOLDER show          what was measured, from benchmarks/results/rl.json
 
 A model of 1.1 M parameters first learns from written conversations (`start`). `tool`: sums of one and two digits, and
-sums of seven digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no
+sums of twelve digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no
 prompt names: that keeps rows short. All seeds begin with the same one. `alone`: sums of three digits, until it is right
-in 30 % of them. Then `z2a rl` runs on other sums; with `tool` a quarter has one digit, which it can do without. The
-reward is 1 where the last number is right, and `tool` costs 0.1 a call. Judged are 1,000 hard sums of pairs of numbers
+in 30 % of them. Then `z2a rl` runs on other sums; with `tool` a third has one digit, which it can do without. The
+reward is 1 where the last number is right, and `tool` costs 0.3 a call. Judged are 1,000 hard sums of pairs of numbers
 that stand together in no prompt for training, in whatever order, and easy ones as they come, by the likeliest answer.
 The honest row beside `alone`: the written conversations, continued for as long as the RL took.
 """
@@ -58,13 +58,15 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {"seq_len": 128, "rows": 20_000, "steps": 600, "vocabulary": 320, "rl_steps": 60, "lr": 2e-4},
+    "tool": {"seq_len": 160, "rows": 20_000, "steps": 600, "vocabulary": 320, "rl_steps": 120, "lr": 2e-4},
     "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
+HARD = 12
+"""Digits of the sums that `tool` is for."""
 BEGIN_AT = 0.3
 """Of the hard sums are right where the RL begins."""
 ASKED, LOOK_EVERY = 1000, 20
-CALL_PRICE = -0.1
+CALL_PRICE = -0.3
 
 
 def conversation(row: dict[str, str], calls: bool) -> dict[str, Any]:
@@ -87,7 +89,7 @@ def written(task: str, seed: int) -> list[dict[str, Any]]:
     else:
         easy = [*sums(1, 1, rows // 4, seed), *sums(2, 2, rows // 4, seed)]
         found = [conversation(row, draw.random() < 0.3) for row in easy]
-        found += [conversation(row, draw.random() < 0.4) for row in sums(7, 7, rows // 2, seed)]
+        found += [conversation(row, draw.random() < 0.4) for row in sums(HARD, HARD, rows // 2, seed)]
     draw.shuffle(found)
     return found
 
@@ -152,7 +154,7 @@ def judged(
     settings, loaded = TASKS[task], load_model(run, workspace, step)
     template = chat_of(workspace.tokenizer, loaded.tokenizer)
     tools = ["calculator"] if task == "tool" else []
-    config = GrpoConfig(max_new_tokens=90 if task == "tool" else 8, tools=tools)
+    config = GrpoConfig(max_new_tokens=112 if task == "tool" else 8, tools=tools)
     asked = list(sums(*digits, count, seed=7, held_out=digits != (1, 1)))
     prompts = {n: template.encode(Dialogue([Message("user", row["prompt"])])) for n, row in enumerate(asked)}
     answers = Sampler(loaded, template, config, settings["seq_len"] + 1).draw(prompts, 1, "judged", likeliest=True)
@@ -163,7 +165,7 @@ def judged(
 def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One seed: start, RL, and for `alone` the written conversations continued."""
     settings, workspace = TASKS[task], prepare(work, task)
-    kinds = {"easy": (1, 1), "hard": (7, 7)} if task == "tool" else {"hard": (3, 3)}
+    kinds = {"easy": (1, 1), "hard": (HARD, HARD)} if task == "tool" else {"hard": (3, 3)}
     name, found = f"start-{1 if task == 'tool' else seed}", dict[str, Any](seed=seed)
     for each in (f"rl-{seed}", f"more-{seed}"):
         shutil.rmtree(workspace.run(each), ignore_errors=True)
@@ -177,10 +179,10 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     command += ["--step", str(step)]
     command += ["--steps", str(options.steps or settings["rl_steps"]), "--lr", str(options.lr or settings["lr"])]
     command += ["--prompts", str(options.prompts), "--answers", str(options.answers)]
-    command += ["--max-new-tokens", str(90 if task == "tool" else 8), "--train.seed", str(seed)]
+    command += ["--max-new-tokens", str(112 if task == "tool" else 8), "--train.seed", str(seed)]
     command += ["--train.micro_batch_samples", "64", "--parallel.device", "cpu"]
     if task == "tool":
-        easy, hard = list(sums(1, 1, 2048, seed + 10)), list(sums(7, 7, 300, seed + 10))  # of easy ones there are 90
+        easy, hard = list(sums(1, 1, 2048, seed + 10)), list(sums(HARD, HARD, 150, seed + 10))  # of easy ones there are 90
         path = work / f"prompts-{seed}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in [*easy, *hard]), encoding="utf-8")
         command += ["--data", str(path), "--tools", "calculator", "--reward", "number=1", f"calls={CALL_PRICE}"]
