@@ -73,6 +73,7 @@ def measure(path: Path, work: Workspace, together: bool, seeds: tuple[int, ...])
             config = load_config(path, [*words, f"--train.seed={seed}"])
             summary = train(config, work, fresh=True, say=lambda _: None, brief=True)
             losses.setdefault(f"{factor:.3f}", []).append(summary.held_out["eval/valid/loss"])
+            print(f"x{factor:.3f} seed {seed}: {losses[f'{factor:.3f}'][-1]:.4f}", flush=True)
     means = {factor: statistics.fmean(found) for factor, found in losses.items()}
     best = min(means, key=means.__getitem__)
     return {

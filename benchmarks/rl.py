@@ -58,11 +58,13 @@ MUON = {
 }
 """As the quickstart."""
 TASKS: dict[str, dict[str, Any]] = {
-    "tool": {"seq_len": 160, "rows": 20_000, "steps": 600, "vocabulary": 320, "rl_steps": 120, "lr": 2e-4},
+    "tool": {"seq_len": 160, "rows": 20_000, "steps": 450, "vocabulary": 320, "rl_steps": 250, "lr": 2e-4},
     "alone": {"seq_len": 48, "rows": 40_000, "steps": 400, "vocabulary": 300, "rl_steps": 400, "lr": 2e-4},
 }
 HARD = 12
 """Digits of the sums that `tool` is for."""
+HARD_PROMPTS = 60
+"""Half as many as there are easy ones: what it learns of calls on the one kind it would do on the other."""
 BEGIN_AT = 0.3
 """Of the hard sums are right where the RL begins."""
 ASKED, LOOK_EVERY = 1000, 20
@@ -87,7 +89,7 @@ def written(task: str, seed: int) -> list[dict[str, Any]]:
         asked = [*sums(3, 3, rows * 4 // 5, seed), *sums(1, 2, rows // 5, seed)]
         found = [conversation(row, False) for row in asked]
     else:
-        easy = [*sums(1, 1, rows // 4, seed), *sums(2, 2, rows // 4, seed)]
+        easy = [*sums(1, 1, rows * 2 // 5, seed), *sums(2, 2, rows // 10, seed)]
         found = [conversation(row, draw.random() < 0.3) for row in easy]
         found += [conversation(row, draw.random() < 0.4) for row in sums(HARD, HARD, rows // 2, seed)]
     draw.shuffle(found)
@@ -182,7 +184,7 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     command += ["--max-new-tokens", str(112 if task == "tool" else 8), "--train.seed", str(seed)]
     command += ["--train.micro_batch_samples", "64", "--parallel.device", "cpu"]
     if task == "tool":
-        easy, hard = list(sums(1, 1, 2048, seed + 10)), list(sums(HARD, HARD, 150, seed + 10))  # of easy ones there are 90
+        easy, hard = list(sums(1, 1, 2048, seed + 10)), list(sums(HARD, HARD, HARD_PROMPTS, seed + 10))  # of easy ones there are 90
         path = work / f"prompts-{seed}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in [*easy, *hard]), encoding="utf-8")
         command += ["--data", str(path), "--tools", "calculator", "--reward", "number=1", f"calls={CALL_PRICE}"]

@@ -31,10 +31,10 @@ def problem_of(path, *words) -> str:
 
 def test_a_small_model_and_few_tokens_by_hand(tmp_path):
     config = load_config(write(tmp_path))
-    # B = 2^18 / 100^0.571 = 18,900, nearest power 2^14; s = sqrt(1 / 32); (1.3e9 / 13e6)^(1/3) = 4.6, at most 4; w = 2
+    # B = 2^18 / 100^0.571 = 18,900, nearest power 2^14; s = sqrt(1 / 32); (1.3e9 / 13e6)^(1/3) = 4.6, at most 8; w = 2
     assert config.train == TrainConfig(steps=793, tokens=13_000_000, tokens_per_step=16384)
     s = math.sqrt(1 / 32)
-    lr = 0.02 * s * 4
+    lr = 0.02 * s * 100 ** (1 / 3)
     assert config.optim == OptimConfig(
         kind="muon",
         lr_max=pytest.approx(lr, rel=1e-3),
@@ -139,7 +139,7 @@ def test_every_computed_value_is_printed_with_its_rule_and_loads_back(tmp_path):
     config, filled = load_with_rules(write(tmp_path, **sections))
     assert {each.name for each in filled} == {*RULED, "train.steps", "stages"}
     text = config_yaml(config, filled=filled)
-    assert f"  lr_max: {config.optim.lr_max}  # rule: 0.02 sqrt(B/2^19) (1.3e9/D)^(1/3), the last from 1 to 4\n" in text
+    assert f"  lr_max: {config.optim.lr_max}  # rule: 0.02 sqrt(B/2^19) (1.3e9/D)^(1/3), the last from 1 to 8\n" in text
     assert text.count("  # rule: ") == len(filled)
     (tmp_path / "printed.yaml").write_text(text)
     assert load_with_rules(tmp_path / "printed.yaml") == (config, [])

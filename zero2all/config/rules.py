@@ -18,8 +18,8 @@ from zero2all.config.training import RunConfig, StageConfig
 REFERENCE_STEP, REFERENCE_TOKENS, REFERENCE_WIDTH = 2**19, 1.3e9, 768
 """B, D and d at which the rates below were found: a model of 12 layers with 12 tokens a parameter."""
 MATRIX_RATE = 0.02
-SHORT_RUN_POWER, SHORT_RUN_MOST = 1 / 3, 4.0
-"""A run of fewer tokens takes larger steps, because it has fewer of them: (1.3e9/D)^(1/3), at most 4, at least 1."""
+SHORT_RUN_POWER, SHORT_RUN_MOST = 1 / 3, 8.0
+"""A run of fewer tokens takes larger steps, because it has fewer of them: (1.3e9/D)^(1/3), at most 8, at least 1."""
 EMBEDDING_RATE, HEAD_RATE = 0.3, 0.008
 """A row of the embedding sees a gradient only where its id occurs; the head sees one for every token. A tied table is
 both, and takes the head's."""

@@ -184,12 +184,14 @@ class CudaGraphPasses:
 
     def _capture(self) -> None:
         graph, pool, here = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+        drawn = torch.cuda.get_rng_state(self._device)
         try:
             # Other threads (a checkpoint being written) continue meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 self._losses = self._forward_backward(self._ids, self._shares)
         except Exception as error:  # each package's compiler has errors of its own
             torch.cuda.set_stream(here)  # torch keeps the capture's stream current when the end of the capture fails
+            _renew_generator(drawn, self._device)
             self.problem = reason_of(error)
             if self._insists:
                 raise _refusal(self.problem) from error
@@ -216,6 +218,15 @@ def reason_of(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _renew_generator(state: Tensor, device: torch.device) -> None:
+    """Give the device's generator another state with the same numbers: when the end of a capture fails, torch leaves the
+    old one as captured, and every later draw raises."""
+    fresh = torch.Generator(device)
+    fresh.set_state(state)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.default_generators[index].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _give_back(pool: tuple[int, int], device: torch.device) -> None:
