@@ -66,9 +66,8 @@ class _Launched:
 
     rows: list[Job]
     tokens: Tensor  # on the device
-    on_host: Tensor
+    on_host: list[Tensor]  # the tokens and, where a row asks for them, log probabilities: see `_choose`
     ready: torch.cuda.Event | None
-    logprobs: tuple[Tensor, Tensor, Tensor] | None
     positions: Tensor  # (B,) and (B, blocks), on the host
     tables: Tensor
     more: int
@@ -313,7 +312,7 @@ class Engine:
             return scored
         logits = self.forward.logits(hidden[self._tensor([ends[job] for job in ready])])
         tokens, logprobs = self._choose(logits, ready)
-        return scored + self._take(ready, tokens.tolist(), logprobs)
+        return scored + self._take(ready, tokens.tolist(), logprobs or ())
 
     def _hidden_states(self, rows: list[tuple[Job, int]]) -> Tensor:
         """Of the next tokens of each job."""
@@ -448,13 +447,12 @@ class Engine:
         self, rows: list[Job], tokens: Tensor, logprobs: tuple[Tensor, Tensor, Tensor] | None,
         positions: Tensor, tables: Tensor, more: int,
     ) -> _Launched:  # fmt: skip
-        on_host, ready = tokens, None
+        on_host, ready = [tokens, *(logprobs or ())], None
         if self._reads_late and self.device.type == "cuda":
-            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            on_host.copy_(tokens, non_blocking=True)
+            on_host = [_copied_to_host(each) for each in on_host]
             ready = torch.cuda.Event()
             ready.record()
-        return _Launched(rows, tokens, on_host, ready, logprobs, positions, tables, more, self._changes)
+        return _Launched(rows, tokens, on_host, ready, positions, tables, more, self._changes)
 
     def _collect(self, launched: _Launched) -> list[Job]:
         if launched.ready is not None:
@@ -464,7 +462,8 @@ class Engine:
                 row.done = len(row.ids)
                 if row.done // BLOCK > row.noted:
                     self._note_full_blocks(row)
-        return self._take(launched.rows, launched.on_host.tolist(), launched.logprobs)
+        tokens, *logprobs = launched.on_host
+        return self._take(launched.rows, tokens.tolist(), logprobs)
 
     def _settle(self) -> list[Job]:
         """Read the tokens of the pass that is under way, if one is."""
@@ -506,11 +505,11 @@ class Engine:
         with their ids."""
         asked = [row.request.alternatives for row in rows if row.request.alternatives is not None]
         plain = logits.clone() if asked else logits
-        ends = {number: sorted(row.request.end_ids) for number, row in enumerate(rows) if row.request.end_ids}
-        of_ends = {number: logits[number, ids] for number, ids in ends.items()}
-        logits[:, self.never] = -torch.inf
-        for number, ids in ends.items():
-            logits[number, ids] = of_ends[number]
+        picker = self._picker_of(rows)
+        if len(self.never):
+            of_ends = logits[picker.end_rows, picker.end_ids]
+            logits[:, self.never] = -torch.inf
+            logits[picker.end_rows, picker.end_ids] = of_ends
         if any(row.number in self._seen for row in rows):
             logits = self._penalise(logits, rows)
         for number, row in enumerate(rows):
@@ -520,7 +519,7 @@ class Engine:
                 kept = logits[number, allowed]
                 logits[number] = -torch.inf
                 logits[number, allowed] = kept
-        tokens = self._picker_of(rows).pick(logits, [len(row.new_ids) + ahead for row in rows])
+        tokens = picker.pick(logits, [len(row.new_ids) + ahead for row in rows])
         for number, row in enumerate(rows):
             if row.number in self._seen:
                 self._seen[row.number].scatter_(0, tokens[number : number + 1], True)
@@ -538,20 +537,21 @@ class Engine:
 
     def _picker_of(self, rows: list[Job]) -> Picker:
         if self._picker is None or self._picker[0] != rows:
-            self._picker = (rows, Picker([row.request.sampling for row in rows], self.device))
+            ends = [row.request.end_ids for row in rows]
+            self._picker = (rows, Picker([row.request.sampling for row in rows], self.device, ends))
         return self._picker[1]
 
-    def _take(self, rows: list[Job], tokens: list[int], logprobs: tuple[Tensor, Tensor, Tensor] | None) -> list[Job]:
+    def _take(self, rows: list[Job], tokens: list[int], logprobs: Sequence[Tensor]) -> list[Job]:
         """Give each row its token; end those that are complete. Rows that ended meanwhile get nothing."""
         grown: list[Job] = []
         ends = self.tokenizer.end_ids
-        numbers = None if logprobs is None else tuple(each.tolist() for each in logprobs)
+        numbers = tuple(each.tolist() for each in logprobs)
         for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             if row.finish is not None:
                 continue
             grown.append(row)
             if token in ends or token in row.request.end_ids:
-                if numbers is not None:
+                if numbers:
                     row.ending = ChosenToken(token, numbers[0][number])
                 self._end(row, "stop")
                 continue
@@ -565,7 +565,7 @@ class Engine:
                 self.generated += 1
                 row.new_ids.append(token)
                 row.bytes_before.append(len(tail))
-                if numbers is not None and row.request.alternatives is not None:
+                if numbers and row.request.alternatives is not None:
                     own, values, ids = (each[number] for each in numbers)
                     best = tuple(zip(ids, values, strict=True))[: row.request.alternatives]
                     row.choices.append(ChosenToken(token, own, best, len(tail)))
@@ -587,6 +587,12 @@ class Engine:
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         made = torch.tensor(numbers, dtype=torch.long, pin_memory=self.device.type == "cuda")
         return made.to(self.device, non_blocking=True)
+
+
+def _copied_to_host(tensor: Tensor) -> Tensor:
+    """Where the copy will be, once the device has made it."""
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)
 
 
 def _takes_the_likeliest(job: Job) -> bool:

@@ -77,10 +77,14 @@ def penalised(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
 class Picker:
     """The sampling of the rows of a batch as tensors on its device: made when the batch changes."""
 
-    def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Sampling], device: torch.device, end_ids: Sequence[frozenset[int]] = ()) -> None:
+        """`end_ids`: of each row, the ids that may end its text."""
         self.rows = rows
         self.is_greedy = all(row.is_greedy for row in rows)
         self._device = device
+        ends = [(row, each) for row, ids in enumerate(end_ids) for each in sorted(ids)]
+        self.end_rows, self.end_ids = torch.tensor(ends, dtype=torch.long, device=device).view(-1, 2).unbind(1)
+        """Row and id of each of them."""
         if self.is_greedy:
             return
 
@@ -104,7 +108,8 @@ class Picker:
         probabilities = self._filtered((logits / self._temperature).softmax(dim=-1))
         # In float64: in float32 the sum over a large vocabulary stops growing before its end.
         reached = probabilities.double().cumsum(dim=-1)
-        wanted = torch.tensor(draws, dtype=torch.float64, device=self._device).unsqueeze(1) * reached[:, -1:]
+        shares = torch.tensor(draws, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        wanted = shares.to(self._device, non_blocking=True).unsqueeze(1) * reached[:, -1:]
         drawn = torch.searchsorted(reached, wanted, right=True).squeeze(1).clamp_max(logits.shape[-1] - 1)
         return torch.where(self._greedy, likeliest, drawn)
 
