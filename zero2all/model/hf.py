@@ -50,18 +50,27 @@ def write_hf_folder(
     require_free_space(folder, size + (1 << 20), "the exported weights")
     shards = _shards(theirs)
     if len(shards) == 1:
-        save_file(shards[0], folder / SINGLE_FILE, metadata={"format": "pt"})
+        save_tensors(shards[0], folder / SINGLE_FILE)
     else:
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            save_file(shard, folder / name, metadata={"format": "pt"})
+            save_tensors(shard, folder / name)
             weight_map |= dict.fromkeys(shard, name)
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
     write_json(folder / "config.json", values)
     known_ids = {name: value for name, value in token_ids.items() if value is not None}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **known_ids})
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, **metadata: str) -> None:
+    """A safetensors file that those may read who may read any other new file: the library's own is its owner's
+    alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt", **metadata})
+    path.chmod(mode)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
 from zero2all.common.schema import Problem, build
 from zero2all.model.config import LORA_TARGETS, LoraConfig, ModelConfig
-from zero2all.model.hf import STORED_DTYPES, nonfinite, open_tensors, plain_file, stored_tensors
+from zero2all.model.hf import STORED_DTYPES, nonfinite, open_tensors, plain_file, save_tensors, stored_tensors
 from zero2all.model.lora import adapter_shapes
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -67,7 +66,7 @@ def write_adapter_folder(
     base_weights = {name: one for name, one in weights.items() if ".lora." not in name}
     is_rounded = any(one.dtype == torch.float16 for one in base_weights.values())  # other bits than bfloat16's are lost
     mark = {} if is_rounded else {BASE_MARK: base_fingerprint(base_weights)}
-    save_file(theirs, folder / WEIGHTS_FILE, metadata={"format": "pt", **mark})
+    save_tensors(theirs, folder / WEIGHTS_FILE, **mark)
     write_json(folder / CONFIG_FILE, values)
 
 

@@ -221,8 +221,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def _renew_generator(state: Tensor, device: torch.device) -> None:
-    """Give the device's generator another state with the same numbers: when the end of a capture fails, torch leaves the
-    old one as captured, and every later draw raises."""
+    """Give the device's generator another state with the same numbers: when the end of a capture fails, torch leaves
+    the old one as captured, and every later draw raises."""
     fresh = torch.Generator(device)
     fresh.set_state(state)
     index = torch.cuda.current_device() if device.index is None else device.index

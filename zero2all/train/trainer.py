@@ -296,6 +296,8 @@ class Trainer:
         if (objective := self.context.objective) is not None:
             values = objective.report(dict(zip(objective.metrics, result.numbers, strict=True)))
             said = f"step {result.step} {objective.shown} {values[objective.shown]:.3f}"
+            # Drawn answers fill a row only in part: the other steps are taken to be as long as those so far.
+            self.log.set_total(result.tokens[1] * self.state.last_step // result.step)
         self.log.show_progress(result.tokens[1], said)
         for hook in self.hooks:
             hook.after_result(result, data_seconds)
