@@ -178,6 +178,8 @@ def _begin(arguments: argparse.Namespace, prepared: PreparedRun) -> int:
     if len(report["left_out"]) > SHOWN_REASONS:
         more = len(report["left_out"]) - SHOWN_REASONS
         say(f"left out for {more:,} more reasons, which left_out.jsonl beside the packed rows names")
+    if arguments.valid_share and "valid" not in report["rows"]:
+        say(f"None is held out: --valid-share {arguments.valid_share:g} of {report['kept']:,} chose none.")
     learned, tokens = report["learned_tokens"]["train"], report["tokens"]["train"]
     rows = report["rows"]["train"]
     if learned:

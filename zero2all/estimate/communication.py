@@ -35,14 +35,13 @@ Three numbers each: the whole tensor; what a process hands to the collective, wh
 tensor, but only its own part for an all-gather); and what it sends over its links in a ring, which is 2 (n - 1)/n of
 the whole for an all-reduce, all of it for a send, and (n - 1)/n for the others. It receives as much.
 
-Buckets whose owners have ranges of different length (8-bit AdamW, Muon, Adafactor) are reduced and broadcast range by
-range: the same bytes as a reduce-scatter and an all-gather, which is what they are called here.
+Buckets whose owners have ranges of different length (8-bit AdamW, Muon) are reduced and broadcast range by range: the
+same bytes as a reduce-scatter and an all-gather, which is what they are called here.
 
 Muon, where zero 3 or tensor ranks cut matrices, with M values of matrices in a process: an all-to-all of 2 M values, to
 the owner of each matrix and back, in bfloat16 (a float32 run: float32). The mean over processes.
 
-Not counted: padding (pass `buffers` to count it), validation, saving, and the rows and columns that Adafactor adds up
-with zero 3.
+Not counted: padding (pass `buffers` to count it), validation and saving.
 """
 
 from __future__ import annotations

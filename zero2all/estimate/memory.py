@@ -349,8 +349,8 @@ def _fullest_rank(model: ModelConfig, settings: MemorySettings, ranks: int) -> t
 
     `settings.owned` says it where the cut is known. Else: equal shares, up to multiples of 128. That is exact but for
     the padding of buckets where flat values are cut; 8-bit moments, which are cut between rows, may take a row of each
-    bucket more, and Muon and Adafactor, whose matrices have one owner each, as much as the owners are uneven. FSDP cuts
-    every parameter between rows, at most one row too many.
+    bucket more, and Muon, whose matrices have one owner each, as much as the owners are uneven. FSDP cuts every
+    parameter between rows, at most one row too many.
     """
     matrices = 0 if settings.lora.rank else _values(_matrices_apart(model, settings.optimizer))
     others = settings.trained(model) - matrices

@@ -169,6 +169,8 @@ def _packed(
             f"There is nothing to learn from in {', '.join(map(str, paths))} (read: {counts.read:,}; left out: "
             f"{reasons or 'none'}). {folder / LEFT_OUT_NAME} has each with its reason."
         )
+    if not writers.totals["train"]["documents"]:
+        raise BadInputError(f"All {counts.kept:,} of what was kept would be held out. Lower --valid-share.")
     written = _Written(folder, options.source, 2 if options.pairs else 1, tokenizer, inputs)
     manifests = [written.split(split, writers.totals[split], work) for split in SPLITS]
     for split in SPLITS if options.source == PROMPTS else ():
