@@ -2,7 +2,7 @@
 
     python benchmarks/rl.py --work FOLDER tool          with a calculator that the model may call
     python benchmarks/rl.py --work FOLDER alone         three-digit sums, without it
-    python benchmarks/rl.py --work FOLDER show          what was measured, from benchmarks/results/rl.json
+    python benchmarks/rl.py show                        what was measured, from benchmarks/results/rl.json
 
 A model of 1.1 M parameters first learns from written conversations (`start`). `tool`: sums of one and two digits, and
 sums of twelve digits, which are beyond it; 40 % of those, and 30 % of the easy ones, call the calculator, which no
@@ -184,7 +184,8 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     command += ["--max-new-tokens", str(112 if task == "tool" else 8), "--train.seed", str(seed)]
     command += ["--train.micro_batch_samples", "64", "--parallel.device", "cpu"]
     if task == "tool":
-        easy, hard = list(sums(1, 1, 2048, seed + 10)), list(sums(HARD, HARD, HARD_PROMPTS, seed + 10))  # of easy ones there are 90
+        easy = list(sums(1, 1, 2048, seed + 10))  # of which 90 are different
+        hard = list(sums(HARD, HARD, HARD_PROMPTS, seed + 10))
         path = work / f"prompts-{seed}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in [*easy, *hard]), encoding="utf-8")
         command += ["--data", str(path), "--tools", "calculator", "--reward", "number=1", f"calls={CALL_PRICE}"]
@@ -202,11 +203,34 @@ def seed_of(work: Path, task: str, seed: int, options: argparse.Namespace) -> di
     return found
 
 
+def table(task: str, rows: list[dict[str, Any]]) -> str:
+    """The table of docs/rl.md: what was right of 1,000 sums, in percent; calls a sum; seconds of `z2a rl`."""
+    heads = ["seed", "start", "RL", "SFT continued", "RL, s"]
+    if task == "tool":
+        heads = ["seed", "12 digits: start", "RL", "1 digit: start", "RL", "calls: start", "RL", "RL, s"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        before, after = row["start"], row["rl"]
+        cells = [percent(before["hard"]["right"]), percent(after["hard"]["right"])]
+        if task == "tool":
+            cells += [percent(before["easy"]["right"]), percent(after["easy"]["right"])]
+            cells += [f"{each['easy']['calls']:.2f}" for each in (before, after)]
+        else:
+            cells.append(percent(row["more"]["hard"]["right"]))
+        lines.append([str(row["seed"]), *cells, f"{row['rl_seconds']:.0f}"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def percent(share: float) -> str:
+    """0.979 as 97.9."""
+    return f"{100 * share:.1f}"
+
+
 def main() -> None:
     """Run a task, or show what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=[*TASKS, "show"])
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path("rl-benchmark"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
@@ -220,9 +244,7 @@ def main() -> None:
         rows = [seed_of(options.work, options.task, seed, options) for seed in options.seeds]
         known = {**known, options.task: rows}
         save_result("rl", {task: known[task] for task in TASKS if task in known})
-    for task in TASKS:
-        for row in known.get(task, []):
-            print(task, json.dumps(row))
+    print("\n\n".join(table(task, known[task]) for task in TASKS if task in known))
 
 
 if __name__ == "__main__":
