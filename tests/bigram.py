@@ -39,16 +39,8 @@ def bigram(border_tokenizer: Tokenizer) -> Bigram:
     """A real Z2all over border_tokenizer with logits[last token, next token] as given, both of ROWS."""
 
     def make(logits: Tensor, max_seq_len: int = 64) -> LoadedModel:
-        shape = ModelConfig(
-            vocab_size=ROWS,
-            hidden_size=ROWS,
-            intermediate_size=2,
-            layers=1,
-            heads=1,
-            kv_heads=1,
-            head_dim=2,
-            max_seq_len=max_seq_len,
-        )
+        sizes = {"hidden_size": ROWS, "intermediate_size": 2, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 2}
+        shape = ModelConfig(ROWS, **sizes, max_seq_len=max_seq_len)
         config = dataclasses.replace(RunConfig(), model=shape)
         model = Z2all(shape, resolve(OpsConfig(), "cpu"))
         init_weights(model, 0)

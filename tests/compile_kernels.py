@@ -1,8 +1,5 @@
-"""Compiles the kernels of corpus and tokenizer into numba's cache, by using each once on a small text.
-
-`make test` runs it while mypy checks: on a clean clone each worker of the tests would compile them for itself, which
-takes 45 s of a core.
-"""
+"""Compiles the kernels of corpus and tokenizer into numba's cache. `make test` runs it while mypy checks: on a clean
+clone each worker of the tests would compile them for itself, which takes 45 s of a core."""
 
 import io
 import json

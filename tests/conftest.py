@@ -1,8 +1,5 @@
-"""A whole small workspace, from raw text to a trained run, made once for all tests that only read it.
-
-Properties (hypothesis) are tried on the same examples in every run, so that a change is what makes a test fail, not
-chance. `HYPOTHESIS_PROFILE=random` looks for new ones.
-"""
+"""A whole small workspace, from raw text to a trained run, made once for all tests that only read it. Properties
+(hypothesis) are tried on the same examples in every run; `HYPOTHESIS_PROFILE=random` looks for new ones."""
 
 import gc
 import itertools
@@ -75,18 +72,12 @@ SENTENCES = {
 @pytest.fixture(scope="session")
 def tiny_config() -> RunConfig:
     """Two layers, 64 wide, 30 steps: seconds on one core."""
+    shape = {"hidden_size": 64, "intermediate_size": 160, "layers": 2, "heads": 4, "kv_heads": 2}
     return config_from_values(
         {
             "tokenizer": {"vocab_size": 420, "max_piece_bytes": 12},
             "data": {"seq_len": 64},
-            "model": {
-                "hidden_size": 64,
-                "intermediate_size": 160,
-                "layers": 2,
-                "heads": 4,
-                "kv_heads": 2,
-                "max_seq_len": 128,
-            },
+            "model": {"max_seq_len": 128, **shape},
             "parallel": {"device": "cpu", "cpu_threads": 1},
             "optim": {"lr_max": 5e-3},
             "schedule": {"warmup_steps": 5},
@@ -122,10 +113,8 @@ def trained(trained_workspace: Workspace) -> LoadedModel:
 def _write_raw(path: Path, channel: str) -> Path:
     """150 documents of true sentences in random order."""
     rng = random.Random(channel)
-    sentences = [
-        sentence.format(country, capital)
-        for sentence, (country, capital) in itertools.product(SENTENCES[channel], CAPITALS[channel].items())
-    ]
+    pairs = itertools.product(SENTENCES[channel], CAPITALS[channel].items())
+    sentences = [sentence.format(*names) for sentence, names in pairs]
     texts = ["".join(rng.choices(sentences, k=rng.randint(4, 12))) for _ in range(150)]
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
     return path

@@ -12,9 +12,8 @@ NOT_PROSE = re.compile(
 )
 SENTENCE = re.compile(r"[A-Za-z][a-z']*(?: [a-z']+){2,}")
 LITTLE_WORDS = "a an the of is are was were has have not no with and or to from for in on at by it its this that than"
-FRAGMENT = re.compile(
-    rf"\b(?:(?:{LITTLE_WORDS.replace(' ', '|')}) [a-z]{{2,}}|[a-z]{{2,}} (?:{LITTLE_WORDS.replace(' ', '|')}))\b"
-)
+LITTLE = f"(?:{LITTLE_WORDS.replace(' ', '|')})"
+FRAGMENT = re.compile(rf"\b(?:{LITTLE} [a-z]{{2,}}|[a-z]{{2,}} {LITTLE})\b")
 
 
 def english_left(text: str) -> list[str]:

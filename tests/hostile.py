@@ -1,8 +1,4 @@
-"""What a hostile or broken program may send: bytes and messages, from a stored seed.
-
-`hostile_bytes` changes a good text; `hostile_value` changes a good JSON value or makes one that nobody expects.
-`play` gives a handler of connections one such conversation, over a real socket.
-"""
+"""What a hostile or broken program may send: bytes and messages, from a stored seed."""
 
 import json
 import random

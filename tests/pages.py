@@ -1,11 +1,14 @@
 """Reads the pages of the documentation for tests/test_docs*.py: blocks, code spans, headings, links, commands."""
 
+import itertools
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^\s*```\s*(\S*)")
@@ -78,30 +81,20 @@ class Page:
         assert inside is None, f"{self}:{first}: the block is never closed"
         return blocks, prose
 
-    @property
-    def blocks(self) -> list[Block]:
-        """The fenced blocks."""
-        return self._parts[0]
-
-    @property
-    def prose(self) -> list[str]:
-        """The lines, with empty ones in the place of blocks."""
-        return self._parts[1]
+    blocks = property(lambda page: page._parts[0], doc="The fenced blocks.")
+    prose = property(lambda page: page._parts[1], doc="The lines, with empty ones in the place of blocks.")
 
     @cached_property
     def spans(self) -> list[tuple[str, str]]:
         """FILE:LINE and text of every `code span` outside blocks."""
         text = "\n".join(self.prose)
-        found = []
-        for match in SPAN.finditer(text):
-            number = text.count("\n", 0, match.start()) + 1
-            found.append((f"{self}:{number}", " ".join(match[1].split())))
-        return found
+        found = ((text.count("\n", 0, match.start()) + 1, match[1].split()) for match in SPAN.finditer(text))
+        return [(f"{self}:{number}", " ".join(words)) for number, words in found]
 
     @cached_property
     def headings(self) -> list[tuple[int, int, str]]:
         """Line number, level and text of every heading."""
-        matches = [(number, re.match(r"(#+)\s+(.*?)\s*#*$", line)) for number, line in enumerate(self.prose, 1)]
+        matches = ((number, re.match(r"(#+)\s+(.*?)\s*#*$", line)) for number, line in enumerate(self.prose, 1))
         return [(number, len(match[1]), match[2]) for number, match in matches if match]
 
     @cached_property
@@ -110,32 +103,22 @@ class Page:
         names: set[str] = set()
         for _, _, text in self.headings:
             plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).lower()
-            name = base = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
-            count = 0
-            while name in names:
-                count += 1
-                name = f"{base}-{count}"
-            names.add(name)
+            name = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+            numbered = (f"{name}-{count}" for count in itertools.count(1))
+            names.add(name if name not in names else next(each for each in numbered if each not in names))
         return names | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", "\n".join(self.prose)))
 
     @cached_property
     def links(self) -> list[tuple[str, str]]:
         """FILE:LINE and target of every link and image."""
-        return [
-            (f"{self}:{number}", match[1] or match[2])
-            for number, line in enumerate(self.prose, 1)
-            for match in LINK.finditer(re.sub(r"`[^`]*`", "", line))
-        ]
+        lines = ((number, LINK.finditer(re.sub(r"`[^`]*`", "", line))) for number, line in enumerate(self.prose, 1))
+        return [(f"{self}:{number}", match[1] or match[2]) for number, matches in lines for match in matches]
 
     @cached_property
     def commands(self) -> list[Command]:
         """Every command in the blocks of this page."""
-        return [
-            command
-            for block in self.blocks
-            if block.language in ("", "text", *SHELL)
-            for command in _commands_of(block, str(self))
-        ]
+        blocks = (block for block in self.blocks if block.language in ("", "text", *SHELL))
+        return [command for block in blocks for command in _commands_of(block, str(self))]
 
 
 def _commands_of(block: Block, page: str) -> Iterator[Command]:
@@ -202,3 +185,17 @@ def pages() -> list[Page]:
     """Every page that is checked: the front door, CONTRIBUTING and all of docs."""
     paths = [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     return [Page(path) for path in sorted(paths)]
+
+
+def of_each_page(find: Callable[[Page], Iterator[str]]) -> Callable[[Page], None]:
+    """A test of every page, which finds no problem in it."""
+
+    @pytest.mark.parametrize("page", pages(), ids=str)
+    def test(page: Page) -> None:
+        report(list(find(page)))
+
+    return test
+
+
+def report(problems: list[str]) -> None:
+    assert not problems, f"{len(problems)} to fix:\n" + "\n".join(problems)

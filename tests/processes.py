@@ -23,11 +23,9 @@ class WarmProcess:
     """The other side of warm_process.py."""
 
     def __init__(self, **environment: str) -> None:
-        script = Path(__file__).with_name("warm_process.py")
+        words, pipe = [sys.executable, str(Path(__file__).with_name("warm_process.py"))], subprocess.PIPE
         environment = {**os.environ, **environment}
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self.process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.is_ready = False
 
     def ask(self, request: Any) -> Any:

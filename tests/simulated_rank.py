@@ -1,9 +1,5 @@
-"""One step of rank 0 of N processes, in this process alone, to compare the formulas of the plan with.
-
-Collectives go to a process group that sends nothing, and tensors have shapes but no values (not with experts and
-ZeRO-3, which depend on values). What is counted is the code of the run itself: the bytes of every tensor that is alive,
-and what is handed to every collective.
-"""
+"""One step of rank 0 of N processes, in this process alone, to compare the formulas of the plan with. Collectives send
+nothing, and tensors have shapes but no values (not with experts and ZeRO-3, which depend on values)."""
 
 import dataclasses
 from collections import Counter
@@ -35,20 +31,14 @@ from zero2all.train.step_stats import SCALARS
 from zero2all.train.train_step import StepPlan, train_step
 from zero2all.train.weights import FlatWeights
 
+SCATTERS = ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
+GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_")
 GIVEN_AT = {
-    "allreduce_": ("all-reduce", 0),
-    "allreduce_coalesced_": ("all-reduce", 0),
-    "reduce_scatter_": ("reduce-scatter", 1),
-    "_reduce_scatter_base_": ("reduce-scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
-    "allgather_": ("all-gather", 1),
-    "_allgather_base_": ("all-gather", 1),
-    "allgather_into_tensor_coalesced_": ("all-gather", 1),
-    "alltoall_": ("all-to-all", 1),
-    "alltoall_base_": ("all-to-all", 1),
-    "broadcast_": ("all-gather", 0),
-    "reduce_": ("reduce-scatter", 0),
-    "send": ("send", 0),
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), ("all-reduce", 0)),
+    **dict.fromkeys(SCATTERS, ("reduce-scatter", 1)),
+    **dict.fromkeys(GATHERS, ("all-gather", 1)),
+    **dict.fromkeys(("alltoall_", "alltoall_base_"), ("all-to-all", 1)),
+    **{"broadcast_": ("all-gather", 0), "reduce_": ("reduce-scatter", 0), "send": ("send", 0)},
 }
 """torch's operator -> its kind, and which of its arguments this process hands over. A bucket whose owners have ranges
 of different length is scattered by a reduce to each owner, and gathered by a broadcast from each."""
@@ -63,20 +53,17 @@ class Simulated:
     peak_bytes: int
     expected_peak_bytes: float
     given: dict[tuple[str, str], tuple[int, float]]
-    """By collective and axes: bytes that rank 0 hands to the collective, counted and by formula; what it sends over its
-    links is in the plan."""
+    """By collective and axes: bytes that rank 0 hands to the collective, counted and by formula."""
 
 
 def simulate_ranks(config: RunConfig, processes: int) -> Simulated:
-    """Run rank 0's part of one step. The config has its vocabulary; float8, offload, and Muon with matrices that are
-    cut are not simulated."""
+    """Run rank 0's part of one step. Float8, offload, and Muon with matrices that are cut are not simulated."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     sizes = check_spread(config, processes)
     dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
     try:
-        world = World(0, processes, torch.device("cpu"), make_mesh(sizes))
-        return _simulate(config, world)
+        return _simulate(config, World(0, processes, torch.device("cpu"), make_mesh(sizes)))
     finally:
         dist.destroy_process_group()
 
@@ -107,14 +94,8 @@ def _simulate(config: RunConfig, world: World) -> Simulated:
     formula: Counter[tuple[str, str]] = Counter()
     for one in communication_per_step(config.model, settings, figures, *_buffers(state)):
         formula[one.collective, sent.same_as.get(one.axis, one.axis)] += one.given  # type: ignore[assignment]
-    keys = sorted({*formula, *sent.by_axes})
-    return Simulated(
-        memory.live,
-        expected.state,
-        memory.peak,
-        expected.total,
-        {key: (sent.by_axes[key], float(formula[key])) for key in keys},
-    )
+    given = {key: (sent.by_axes[key], float(formula[key])) for key in sorted({*formula, *sent.by_axes})}
+    return Simulated(memory.live, expected.state, memory.peak, expected.total, given)
 
 
 @contextmanager
@@ -129,10 +110,7 @@ def _entering(modes: list[AbstractContextManager[Any]], entered: ExitStack) -> I
 
         return enter_and_call
 
-    with (
-        patch.object(build, "shard_model", before(build.shard_model)),
-        patch.object(build, "rope_tables", before(build.rope_tables)),
-    ):
+    with patch.multiple(build, shard_model=before(build.shard_model), rope_tables=before(build.rope_tables)):
         yield
 
 
@@ -159,8 +137,7 @@ def _buffers(state: TrainState) -> tuple[Counter[str], Counter[str]]:
 
 
 class CollectiveBytes(TorchDispatchMode):
-    """Counts what this process hands to collectives while it is active, where torch dispatches them: bytes by kind of
-    collective (FSDP's too), and by the axes of the mesh they go over."""
+    """Counts the bytes that this process hands to collectives, by kind and by the axes of the mesh they go over."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__()
@@ -194,10 +171,9 @@ class CollectiveBytes(TorchDispatchMode):
         return operation(*arguments, **(keywords or {}))
 
     def _axes_of_group(self, arguments: Any) -> str:
-        for argument in arguments:
-            if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-                return self._axes.get(dist.ProcessGroup.unbox(argument).group_name, "")
-        return ""
+        objects = (argument for argument in arguments if isinstance(argument, torch.ScriptObject))
+        groups = (dist.ProcessGroup.unbox(each) for each in objects if "ProcessGroup" in str(each._type()))
+        return next((self._axes.get(group.group_name, "") for group in groups), "")
 
 
 def axes_of(mesh: Mesh, names: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from tests.pages import ROOT, Page, pages
+from tests.pages import ROOT, Page, of_each_page, pages, report
 
 PAGES = {str(page): page for page in pages()}
 TRANSLATED = sorted(name for name in PAGES if name.endswith(".zh.md"))
@@ -18,27 +18,21 @@ MOVED = {"docs/measurements.md"}
 """Pages that only say where their text is now, for old links."""
 
 
-def report(problems: list[str]) -> None:
-    assert not problems, f"{len(problems)} to fix:\n" + "\n".join(problems)
-
-
-@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+@of_each_page
 def test_links_pictures_and_files_of_the_repository_that_are_named_exist(page):
-    problems = []
     for place, target in page.links:
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = unquote(target).partition("#")
         path = (page.path.parent / file).resolve() if file else page.path
         if not path.exists():
-            problems.append(f"{place}: the link {target} leads to no file")
+            yield f"{place}: the link {target} leads to no file"
         elif anchor and path.suffix == ".md" and anchor not in Page(path).anchors:
-            problems.append(f"{place}: {file or 'this page'} has no heading for #{anchor}")
+            yield f"{place}: {file or 'this page'} has no heading for #{anchor}"
         elif path.suffix == ".png" and path.stat().st_size > PICTURE_BYTES:
-            problems.append(f"{place}: {file} has {path.stat().st_size:,} bytes, at most {PICTURE_BYTES:,} are allowed")
-    named = [(place, text) for place, text in page.spans if FILE.fullmatch(text)]
-    problems += [f"{place}: there is no {text}" for place, text in named if not (ROOT / text).exists()]
-    report(problems)
+            yield f"{place}: {file} has {path.stat().st_size:,} bytes, at most {PICTURE_BYTES:,} are allowed"
+    named = ((place, text) for place, text in page.spans if FILE.fullmatch(text))
+    yield from (f"{place}: there is no {text}" for place, text in named if not (ROOT / text).exists())
 
 
 def test_every_page_is_reached_from_the_readme():
@@ -60,9 +54,7 @@ def test_a_translation_has_the_headings_of_its_original(name):
     assert original in PAGES, f"{name}: there is no {original}"
     ours, theirs = PAGES[name].headings, PAGES[original].headings
     for (line, level, text), (other_line, other_level, other) in zip(ours, theirs, strict=False):
-        assert level == other_level, (
-            f"{name}:{line}: `{text}` has level {level}; {original}:{other_line}: `{other}` has level {other_level}"
-        )
+        assert level == other_level, f"{name}:{line} has another level than {original}:{other_line}: {text}, {other}"
     left = theirs[len(ours) :] or ours[len(theirs) :]
     assert not left, f"{name} has {len(ours)} headings, {original} {len(theirs)}; left over from line {left[0][0]}"
 
@@ -76,25 +68,22 @@ def test_a_readme_is_short_and_begins_with_what_you_get(name, minutes):
     assert missing == [], f"missing in the first 40 lines of {name}"
 
 
-@pytest.mark.parametrize("page", PAGES.values(), ids=str)
+@of_each_page
 def test_a_page_has_one_title_no_level_is_left_out_and_no_placeholder_is_left(page):
-    problems = []
     level = 0
     for number, found, text in page.headings:
         if found > level + 1 or (found == 1 and level > 0):
-            problems.append(f"{page}:{number}: `{text}` has level {found} after level {level}")
+            yield f"{page}:{number}: `{text}` has level {found} after level {level}"
         level = found
     words = re.compile(r"\b(?:TODO|FIXME|TBD|[A-Z]{3,}_[A-Z_]{3,})\b")
     prose = [(number, re.sub(r"`[^`]*`", "", line)) for number, line in enumerate(page.prose, 1)]
     blocks = [(number, line) for block in page.blocks for number, line in enumerate(block.lines, block.number)]
     lines = [*prose, *((number, line) for number, line in blocks if words.fullmatch(line.strip()))]
-    report(problems + [f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line))])
+    yield from (f"{page}:{number}: {found[0]}" for number, line in lines if (found := words.search(line)))
 
 
 def test_the_tables_of_learning_speed_are_those_of_the_results():
-    shown = subprocess.run(
-        [sys.executable, "benchmarks/learning.py", "show"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    shown = subprocess.check_output([sys.executable, "benchmarks/learning.py", "show"], cwd=ROOT, text=True)
     tables = shown.split("\n\n")
     assert [len(table.splitlines()) > 4 for table in tables] == [True, True]
     for name in ("learning.md", "learning.zh.md"):
@@ -102,3 +91,9 @@ def test_the_tables_of_learning_speed_are_those_of_the_results():
     ratios = re.findall(r"(\S+) \|$", tables[0], re.MULTILINE)[2:]
     assert f"{min(ratios)} to {max(ratios)} of its time" in (ROOT / "README.md").read_text()
     assert f"它 {min(ratios)} 到 {max(ratios)} 的时间" in (ROOT / "README.zh.md").read_text()
+
+
+def test_the_tables_of_reinforcement_learning_are_those_of_the_results():
+    shown = subprocess.check_output([sys.executable, "benchmarks/rl.py", "show"], cwd=ROOT, text=True)
+    for name in ("rl.md", "rl.zh.md"):
+        assert all(table in (ROOT / "docs" / name).read_text() for table in shown.strip().split("\n\n")), name

@@ -1,8 +1,4 @@
-"""Every command, flag and config field that the pages show works as written.
-
-Commands are read by the real parser, and their overrides by the schema of the config. test_docs_run.py runs those that
-are fast and harmless.
-"""
+"""Every command, flag and config field that the pages show is accepted by the real parser and schema."""
 
 import argparse
 import contextlib
@@ -14,6 +10,7 @@ import shlex
 import sys
 import tomllib
 import typing
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import UnionType
 from typing import Any
@@ -21,8 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.pages import OTHER_PROGRAMS, ROOT, UNREADABLE, Command, pages, split_shell
-from tests.test_docs import report
+from tests.pages import OTHER_PROGRAMS, ROOT, UNREADABLE, Command, Page, of_each_page, split_shell
 from zero2all.cli.main import build_parser, parse, split_overrides, with_verb
 from zero2all.cli.parser import Parser
 from zero2all.common.errors import UserError
@@ -48,9 +44,7 @@ class RefusedError(Exception):
     """A command that does not work as written, and why."""
 
 
-@cache
-def the_parser(_modules: tuple[str, ...] = ()) -> Parser:
-    return build_parser()
+the_parser = cache(build_parser)
 
 
 @pytest.fixture(autouse=True)
@@ -59,20 +53,19 @@ def one_parser(monkeypatch):
     monkeypatch.setattr(sys.modules[parse.__module__], "build_parser", the_parser)
 
 
-# ---- commands -------------------------------------------------------------------------------------------------
+def refusal(place: object, rule: Callable[..., None], *given: Any, **options: Any) -> Iterator[str]:
+    """The problem, if the rule refuses what is given."""
+    try:
+        rule(*given, **options)
+    except RefusedError as error:
+        yield f"{place}: {error}"
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@of_each_page
 def test_commands_are_accepted(page):
-    problems = []
     for command in page.commands:
-        if is_refused_on_the_page(command):
-            continue
-        try:
-            check(command.words)
-        except RefusedError as error:
-            problems.append(f"{command}\n    {error}")
-    report(problems)
+        if not is_refused_on_the_page(command):
+            yield from refusal(command, check, command.words)
 
 
 def is_refused_on_the_page(command: Command) -> bool:
@@ -118,20 +111,18 @@ def check_overrides(verb: str, arguments: argparse.Namespace, overrides: list[st
     """Settings of a corpus, or fields of a config; a config that is no preset is taken to be empty."""
     if not overrides:
         return
-    if verb == "z2a corpus build":
-        words = [word for word in arguments.sources if "=" in word]
-        load_settings(words, overrides)
-        return
     config = getattr(arguments, "config", None) or getattr(arguments, "source", None)
     if verb == "z2a quickstart":
         config = "quickstart"
-    if config in preset_files():
+    if verb == "z2a corpus build":
+        load_settings([word for word in arguments.sources if "=" in word], overrides)
+    elif config in preset_files():
         load_config(config, overrides)
-        return
-    values: dict[str, Any] = {}
-    problems: list[Problem] = []
-    apply_overrides(values, overrides, problems)
-    config_from_values(values, "of the page", problems)
+    else:
+        values: dict[str, Any] = {}
+        problems: list[Problem] = []
+        apply_overrides(values, overrides, problems)
+        config_from_values(values, "of the page", problems)
 
 
 def check_python(program: str, words: list[str], is_whole: bool) -> None:
@@ -173,21 +164,18 @@ def check_make(words: list[str]) -> None:
 
 def check_pip(words: list[str]) -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for word in words:
-        for name in re.findall(r"^(?:zero2all|\.)\[([\w,]+)\]", word):
-            if unknown := set(name.split(",")) - extras.keys():
-                raise RefusedError(f"pyproject.toml has no extra {', '.join(sorted(unknown))}")
+    for names in re.findall(r"(?m)^(?:zero2all|\.)\[([\w,]+)\]", "\n".join(words)):
+        if unknown := set(names.split(",")) - extras.keys():
+            raise RefusedError(f"pyproject.toml has no extra {', '.join(sorted(unknown))}")
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@of_each_page
 def test_messages_that_are_shown_are_those_of_the_program(page):
     """A line `z2a: …`, or one of a block of language `text`; what stands in the place of `…` is not compared."""
-    problems = []
     for block in page.blocks if not str(page).endswith(".zh.md") else []:
         for number, line in enumerate(block.lines, block.number):
             if line.startswith("z2a: ") or block.language == "text":
-                problems += unknown_messages(f"{page}:{number}", block.lines[number - block.number :])
-    report(problems)
+                yield from unknown_messages(f"{page}:{number}", block.lines[number - block.number :])
 
 
 def unknown_messages(place: str, lines: tuple[str, ...]) -> list[str]:
@@ -225,26 +213,19 @@ def begins_with(template: str, shown: str) -> bool:
     return matched >= LEAST_LETTERS
 
 
-# ---- names in the text ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("page", pages(), ids=str)
+@of_each_page
 def test_verbs_and_flags_in_the_text_exist(page):
-    problems = []
     wrong_on_purpose = {" ".join(command.words) for command in page.commands if is_refused_on_the_page(command)}
     for place, text in page.spans:
-        try:
-            if text in wrong_on_purpose:
-                continue
-            if text.startswith("z2a "):
-                check_mention(split_shell(text)[0])
-            elif text.startswith("make ") or re.match(r"python (-m )?(benchmarks|docs|zero2all)", text):
-                check(split_shell(text)[0], is_whole=False)
-            elif re.match(r"--[a-z]", text):
-                check_flag(text)
-        except RefusedError as error:
-            problems.append(f"{place}: `{text}`: {error}")
-    report(problems)
+        at = f"{place}: `{text}`"
+        if text in wrong_on_purpose:
+            continue
+        if text.startswith("z2a "):
+            yield from refusal(at, check_mention, split_shell(text)[0])
+        elif text.startswith("make ") or re.match(r"python (-m )?(benchmarks|docs|zero2all)", text):
+            yield from refusal(at, check, split_shell(text)[0], is_whole=False)
+        elif re.match(r"--[a-z]", text):
+            yield from refusal(at, check_flag, text)
 
 
 def check_mention(words: tuple[str, ...]) -> None:
@@ -269,23 +250,15 @@ def check_mention(words: tuple[str, ...]) -> None:
 
 
 def flags_below(parser: Parser) -> set[str]:
-    flags = set(parser.flags)
-    for inner in parser.verbs.values():
-        flags |= flags_below(inner)
-    return flags
+    return set(parser.flags).union(*map(flags_below, parser.verbs.values()))
 
 
 @cache
 def all_flags() -> set[str]:
     """The flags of all verbs, and those of the programs under benchmarks and docs."""
-    programs = [
-        *(ROOT / "benchmarks").glob("*.py"),
-        *(ROOT / "docs").rglob("*.py"),
-        *(ROOT / "zero2all/measure").glob("*.py"),
-        *(ROOT / "zero2all/predict").glob("*.py"),
-    ]
-    theirs = {flag for path in programs for flag in re.findall(r'"(--[a-z][a-z-]*)"', path.read_text(encoding="utf-8"))}
-    return flags_below(the_parser()) | theirs
+    folders = ("benchmarks", "docs", "zero2all/measure", "zero2all/predict")
+    sources = (path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return flags_below(the_parser()) | {flag for text in sources for flag in re.findall(r'"(--[a-z][a-z-]*)"', text)}
 
 
 def check_flag(text: str) -> None:
@@ -296,18 +269,12 @@ def check_flag(text: str) -> None:
         raise RefusedError(f"no verb has {name}")
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@of_each_page
 def test_config_fields_in_the_text_exist(page):
-    problems = []
     for place, text in page.spans:
         match = re.match(r"([a-z]+)((?:\.[a-z][a-z0-9_]*)+)(?=$|[:= ])", text)
-        if not match or match[1] not in RUN_SECTIONS | {"options", "dedup", "clean"} or is_other_name(match[0]):
-            continue
-        try:
-            check_field(match[0])
-        except RefusedError as error:
-            problems.append(f"{place}: `{text}`: {error}")
-    report(problems)
+        if match and match[1] in RUN_SECTIONS | {"options", "dedup", "clean"} and not is_other_name(match[0]):
+            yield from refusal(f"{place}: `{text}`", check_field, match[0])
 
 
 def is_other_name(name: str) -> bool:
@@ -350,19 +317,19 @@ def section_of(kind: Any) -> Any:
     return next((option for option in options if dataclasses.is_dataclass(option)), None)
 
 
-# ---- examples of files ----------------------------------------------------------------------------------------
+def blocks_of(page: Page, language: str) -> list[tuple[str, str]]:
+    """FILE:LINE and text of each."""
+    blocks = (block for block in page.blocks if block.language == language)
+    return [(f"{page}:{block.number}", "\n".join(block.lines)) for block in blocks]
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@of_each_page
 def test_configs_in_blocks_are_valid(page):
-    problems = []
-    for block in page.blocks:
-        if block.language != "yaml":
-            continue
+    for place, text in blocks_of(page, "yaml"):
         try:
-            values = yaml.safe_load("\n".join(block.lines))
+            values = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            problems.append(f"{page}:{block.number}: this is not YAML: {error}")
+            yield f"{place}: this is not YAML: {error}"
             continue
         found: list[Problem] = []
         if isinstance(values, dict) and values.keys() <= RUN_SECTIONS:
@@ -370,27 +337,17 @@ def test_configs_in_blocks_are_valid(page):
         elif isinstance(values, dict) and "sources" in values:
             build(BuildOptions, values.get("options"), "options", found)
             build(DedupConfig, values.get("dedup"), "dedup", found)
-        problems += [f"{page}:{block.number}: {problem}" for problem in found]
-    report(problems)
+        yield from (f"{place}: {problem}" for problem in found)
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@of_each_page
 def test_python_in_blocks_compiles_and_imports_what_exists(page):
-    problems = []
-    for block in page.blocks:
-        if block.language != "python":
-            continue
-        source = "\n".join(block.lines)
-        place = f"{page}:{block.number}"
+    for place, source in blocks_of(page, "python"):
         try:
             compile(source, place, "exec")
         except SyntaxError as error:
-            problems.append(f"{place}: {error}")
+            yield f"{place}: {error}"
         for module, names in re.findall(r"^from (zero2all[\w.]*) import ([\w, ]+)", source, re.MULTILINE):
-            found = importlib.import_module(module)
-            problems += [
-                f"{place}: {module} has no {name.strip()}"
-                for name in names.split(",")
-                if not hasattr(found, name.strip().partition(" as ")[0])
-            ]
-    report(problems)
+            for name in (each.strip().partition(" as ")[0] for each in names.split(",")):
+                if not hasattr(importlib.import_module(module), name):
+                    yield f"{place}: {module} has no {name}"

@@ -1,31 +1,22 @@
-"""Commands of the pages that are fast and harmless are run: they print something, read a workspace, or are refused.
-
-A command that begins with `$ ` and is answered by `z2a: …` must be refused with these words.
-"""
+"""Commands of the pages that are fast and harmless are run: they print something, read a workspace, or are refused."""
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, Command, Page, pages
-from tests.test_docs import report
-from tests.test_docs_commands import LEFT_OUT, is_refused_on_the_page, the_parser, unknown_messages
-from zero2all.cli.main import main, parse
+from tests.pages import ROOT, Command, Page, pages, report
+from tests.test_docs_commands import LEFT_OUT, is_refused_on_the_page, one_parser, unknown_messages  # noqa: F401
+from zero2all.cli.main import main
 from zero2all.common.language import LANGUAGE_VARIABLE
 from zero2all.common.workspace import Workspace
 
-PRINTS_ONLY = (
-    *("--help", "--version", "--print-config", "--print-schedule", "--plan-only", "--list"),
-    *("corpus rules", "perf ops"),
-)
+PRINTS_ONLY = ("--help", "--version", "--print-config", "--print-schedule", "--plan-only", "--list", "corpus rules")
+PRINTS_ONLY += ("perf ops",)
 """Words by which a command is known to print something and change nothing."""
-READS = (
-    *("corpus report", "tokenizer show", "tokenizer encode", "data show", "data stats", "data verify", "data export"),
-    *("runs", "generate", "export"),
-)
+READS = ("corpus report", "tokenizer show", "tokenizer encode", "runs", "generate", "export")
+READS += ("data show", "data stats", "data verify", "data export")
 """Verbs that read a workspace, in seconds."""
 MADE_BY_OTHERS = ("--prompts", "--source", "--config", "--adapter")
 """Flags with which a command needs files that the small workspace does not have."""
@@ -33,16 +24,9 @@ SMALL_RUN = "tiny"
 NEEDS_WORKSPACE = "is not a workspace"
 
 
-@pytest.fixture(autouse=True)
-def one_parser(monkeypatch):
-    """Building it takes longer than parsing."""
-    monkeypatch.setattr(sys.modules[parse.__module__], "build_parser", the_parser)
-
-
 def z2a_commands() -> list[Command]:
-    return [
-        command for page in pages() for command in page.commands if command.words[0] == "z2a" and len(command.words) > 1
-    ]
+    every = (command for page in pages() for command in page.commands)
+    return [command for command in every if command.words[0] == "z2a" and len(command.words) > 1]
 
 
 def run(words: tuple[str, ...]) -> int:
@@ -50,9 +34,6 @@ def run(words: tuple[str, ...]) -> int:
         return main(list(words)) or 0
     except SystemExit as end:
         return int(end.code or 0)
-
-
-# ---- commands that print --------------------------------------------------------------------------------------
 
 
 def commands_that_print() -> dict[tuple[str, ...], Command]:
@@ -63,12 +44,8 @@ def commands_that_print() -> dict[tuple[str, ...], Command]:
         if LEFT_OUT not in command.words
         and any(f" {part} " in f"{shlex.join(command.words)} " for part in PRINTS_ONLY)  # whole words: not --listen
         and not is_refused_on_the_page(command)
-        and names_no_file(command.words)
+        and not any("/" in word or word.endswith((".yaml", ".json")) for word in command.words)
     }
-
-
-def names_no_file(words: tuple[str, ...]) -> bool:
-    return not any("/" in word or word.endswith((".yaml", ".json")) for word in words)
 
 
 @pytest.mark.parametrize("command", commands_that_print().values(), ids=str)
@@ -78,9 +55,6 @@ def test_commands_that_only_print_are_run(command, tmp_path, monkeypatch, capsys
     said = capsys.readouterr()
     assert not code, f"{command}\nended with {code}: {said.err}"
     assert said.out
-
-
-# ---- commands that read a workspace ---------------------------------------------------------------------------
 
 
 def test_commands_that_read_a_workspace_are_run(trained_workspace, tmp_path, monkeypatch, capsys):
@@ -97,14 +71,11 @@ def test_commands_that_read_a_workspace_are_run(trained_workspace, tmp_path, mon
 
 
 def commands_that_read() -> dict[tuple[str, ...], Command]:
-    return {
-        words: command
-        for command in z2a_commands()
-        if shlex.join(words := command.words[1:]).startswith(READS)
-        and "--work" in words
-        and "$i" not in words
-        and not set(words) & set(MADE_BY_OTHERS)
+    found = {
+        command.words[1:]: command for command in z2a_commands() if shlex.join(command.words[1:]).startswith(READS)
     }
+    left_out = {"$i", *MADE_BY_OTHERS}
+    return {words: found[words] for words in found if "--work" in words and not left_out.intersection(words)}
 
 
 def stand_in(workspace: Workspace, work: Path, words: tuple[str, ...]) -> None:
@@ -117,9 +88,6 @@ def stand_in(workspace: Workspace, work: Path, words: tuple[str, ...]) -> None:
     run_folder = work / "runs" / words[1]
     if words[0] in ("generate", "export") and not run_folder.exists():
         run_folder.symlink_to(workspace.runs / SMALL_RUN)
-
-
-# ---- commands that are refused --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", [each for each in z2a_commands() if is_refused_on_the_page(each)], ids=str)
@@ -137,11 +105,7 @@ def test_refusals_are_shown_as_printed(command, tmp_path, monkeypatch, capsys):
         return
     shown = re.escape(" ".join(" ".join(command.answer).split())).replace(LEFT_OUT, ".*")
     assert code, f"{command}\nis refused on the page, and was not"
-    assert re.fullmatch(shown, plain_words(said)), f"{command}\nprinted:\n{said}"
-
-
-def plain_words(text: str) -> str:
-    return " ".join(text.replace(f"{ROOT}/", "").split())
+    assert re.fullmatch(shown, " ".join(said.replace(f"{ROOT}/", "").split())), f"{command}\nprinted:\n{said}"
 
 
 def block_behind(page: Page, name: str) -> str:

@@ -21,8 +21,6 @@ from tests.train.conftest import config_file, shared_work, work  # noqa: F401
 PACKAGE = Path(zero2all.__file__).parent
 ANY = ("", "0.0.0.0", "::")
 LISTENING = "0A"
-
-
 OPENERS = ("create_server", "bind", "listen", "start_server", "HTTPServer", "TCPServer", "Listener")
 
 
@@ -86,14 +84,8 @@ def test_two_machines_wait_at_the_address_of_their_network_and_on_loopback(work,
     words = ["--nodes", "2", "--rendezvous", f"{ADDRESSES[0]}:{port}", "--resilience.peers", "true"]
     words += ["--resilience.memory_every_steps", "2", "--resilience.supervise", "true"]
     with two_machines() as machines:
-        programs = [
-            start(
-                *machines.command(node, sys.executable, "-m", "zero2all", "train", config, "--work", str(work.root)),
-                *words,
-                *("--node-rank", str(node)),
-            )
-            for node in (0, 1)
-        ]
+        train = [sys.executable, "-m", "zero2all", "train", config, "--work", str(work.root), *words, "--node-rank"]
+        programs = [start(*machines.command(node, *train, str(node))) for node in (0, 1)]
         found = watched(programs)
     assert {each for each in found if not ipaddress.ip_address(each).is_loopback} == set(ADDRESSES)
 

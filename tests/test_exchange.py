@@ -5,12 +5,13 @@ import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.infer.tiny import random_model
 from zero2all import exchange
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
@@ -26,10 +27,8 @@ from zero2all.model.lora import initial_adapters, merge
 from zero2all.model.moe import routers
 from zero2all.model.peft import write_adapter_folder
 from zero2all.model.z2all import Z2all
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
 from zero2all.packed.writer import pack_corpus
-from zero2all.parallel.parameter_table import init_weights, model_parts
+from zero2all.parallel.parameter_table import model_parts
 from zero2all.tokenizer import load_tokenizer
 from zero2all.tokenizer.chat import Dialogue, Message
 from zero2all.tokenizer.extend import Extender
@@ -54,18 +53,15 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 TIED, BIASES = {"tie_word_embeddings": True}, {"attention_bias": True}
 SHARDED, HALF = {"max_shard_size": "20KB"}, {"dtype": torch.bfloat16}
 FOLDERS = {
-    "llama": ("llama", {}, {}),
     "llama, all biases, sharded": ("llama", BIASES | {"mlp_bias": True}, SHARDED),
     "llama, tied, float16": ("llama", TIED, {"dtype": torch.float16}),
     "llama, biases of the MLP, bfloat16": ("llama", {"mlp_bias": True, "rope_scaling": LINEAR}, HALF),
     "llama, one key head": ("llama", {"num_key_value_heads": 1, "rope_scaling": LLAMA3}, {}),
     "llama, wide heads": ("llama", {"head_dim": 32, "rope_theta": 500000.0, "rms_norm_eps": 1e-5}, {}),
-    "qwen2, tied, bfloat16": ("qwen2", TIED, HALF),
     "qwen2, yarn, sharded": ("qwen2", {"rope_theta": 1e6, "rope_scaling": YARN}, SHARDED),
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 8}, {}),
     "qwen3": ("qwen3", {"head_dim": 16}, {}),
     "qwen3, biases, tied, bfloat16": ("qwen3", BIASES | TIED | {"head_dim": 8}, HALF),
-    "qwen3_moe": ("qwen3_moe", QWEN3_MOE, {}),
     "qwen3_moe, dense layer, sharded": ("qwen3_moe", QWEN3_MOE | {"mlp_only_layers": [0], "rope_theta": 1e6}, SHARDED),
     "glm4_moe, qk_norm, bfloat16": ("glm4_moe", GLM | {"use_qk_norm": True}, HALF),
     "glm4_moe, biases": ("glm4_moe", GLM | BIASES | {"first_k_dense_replace": 0}, {}),
@@ -89,20 +85,17 @@ def foreign_tokenizer(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def make_folder(tmp_path, foreign_tokenizer):
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory, foreign_tokenizer):
     """An untrained model made and saved by transformers, with random biases and norms: mixing them up must show."""
 
-    def make(layout="llama", values=None, saving=None):
+    def make(layout="llama", values=None, dtype=torch.float32, **saving):
         import transformers
 
-        class_name = LAYOUTS[layout].removesuffix("ForCausalLM")
-        config_class = getattr(transformers, f"{class_name}Config")
-        model_class = getattr(transformers, f"{class_name}ForCausalLM")
-        saving = dict(saving or {})
-        dtype = saving.pop("dtype", torch.float32)
+        config_class = getattr(transformers, LAYOUTS[layout].replace("ForCausalLM", "Config"))
         torch.manual_seed(0)
-        model = model_class(config_class(**LLAMA | (values or {}), bos_token_id=0, eos_token_id=1))
+        config = config_class(**LLAMA | (values or {}), bos_token_id=0, eos_token_id=1)
+        model = getattr(transformers, LAYOUTS[layout])(config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
@@ -116,21 +109,22 @@ def make_folder(tmp_path, foreign_tokenizer):
             if hasattr(module, hf.HF_ROUTER_BIAS):  # float32 in every folder
                 bias = module.e_score_correction_bias
                 module.e_score_correction_bias = bias.float().normal_(0, 0.1)
-        folder = tmp_path / "theirs"
+        folder = tmp_path_factory.mktemp("theirs") / "theirs"
         model.save_pretrained(folder, **saving)
-        shutil.copytree(foreign_tokenizer, folder, dirs_exist_ok=True)
-        return folder
+        return shutil.copytree(foreign_tokenizer, folder, dirs_exist_ok=True)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def llama_folder(make_folder):
+    """One folder to read, or to copy and change."""
+    return make_folder()
 
 
 @pytest.fixture
 def workspace(tmp_path):
     return open_workspace(tmp_path / "work", create=True)
-
-
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def files_below(root):
@@ -142,17 +136,24 @@ def tensors_of(folder):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+def assert_same_tensors(folder, other):
+    before, after = tensors_of(folder), tensors_of(other)
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+
+
+@torch.no_grad()
 def their_logits(folder, ids):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(ids).logits
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(ids).logits
 
 
+@torch.no_grad()
 def our_logits(loaded, ids):
-    with torch.no_grad():
-        return loaded.model.logits(loaded.model(ids.to(loaded.device))).cpu()
+    return loaded.model.logits(loaded.model(ids.to(loaded.device))).cpu()
 
 
 def random_ids(rows=3, length=40, below=VOCAB_ROWS):
@@ -162,6 +163,282 @@ def random_ids(rows=3, length=40, below=VOCAB_ROWS):
 def assert_close_logits(ours, theirs):
     assert theirs.std() > 0.1, "logits that are all alike would agree with anything"
     torch.testing.assert_close(ours, theirs, rtol=0, atol=LOGITS_TOLERANCE)
+
+
+@pytest.fixture(scope="session")
+def exported(trained, trained_workspace, tmp_path_factory):
+    """The trained run as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    export_run(trained, trained_workspace.tokenizer, folder)
+    return folder
+
+
+def test_exported_weights_may_be_read_by_those_who_may_read_the_config(exported):
+    weights, config = ((exported / name).stat().st_mode for name in ("model.safetensors", "config.json"))
+    assert weights == config
+
+
+def test_exported_tokenizer_encodes_and_decodes_as_ours(trained, exported):
+    from transformers import AutoTokenizer
+
+    auto = AutoTokenizer.from_pretrained(exported)
+    for text in ("中国的首都是北京。", "The capital of France is Paris.", "<|end_of_text|> 🌍\n\t x"):
+        ids = trained.tokenizer.encode_text(text)
+        assert auto(text)["input_ids"] == [trained.tokenizer.begin_id, *ids], "as `z2a generate` reads it"
+        assert auto(text, add_special_tokens=False)["input_ids"] == ids
+        assert auto.decode(auto(text)["input_ids"], skip_special_tokens=True) == text
+        assert auto.decode(ids) == text
+    assert load_tokenizer(exported).fingerprint == trained.tokenizer.fingerprint
+    assert (auto.bos_token_id, auto.eos_token_id) == (trained.tokenizer.begin_id, trained.tokenizer.end_id)
+
+
+def test_exported_run_gives_our_logits_in_transformers_and_comes_back_bit_equal(trained, exported, workspace):
+    ids = random_ids(rows=4, length=128, below=trained.config.model.vocab_ids)
+    assert_close_logits(our_logits(trained, ids), their_logits(exported, ids))
+    import_folder(exported, workspace, "back")
+    back = load_run(workspace, "back")
+    assert back.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, back.model.state_dict()[name].cpu()), name
+    values, shape = read_json(exported / "config.json"), trained.config.model
+    assert (values["architectures"], values["torch_dtype"]) == (["LlamaForCausalLM"], "float32")
+    assert from_hf_config(values, exported) == dataclasses.replace(shape, head_dim=shape.head_size)
+
+
+def test_large_model_is_exported_in_shards_in_the_dtype_asked_for(trained, trained_workspace, exported, tmp_path):
+    folder = tmp_path / "hf"
+    with patch.object(hf, "SHARD_BYTES", 50_000):
+        export_run(trained, trained_workspace.tokenizer, folder, "float16")
+    index, whole = read_json(folder / "model.safetensors.index.json"), tensors_of(exported)
+    files = {path.name for path in folder.glob("*.safetensors")}
+    assert len(files) > 2
+    assert set(index["weight_map"].values()) == files
+    assert "model.safetensors" not in files
+    assert index["weight_map"].keys() == whole.keys()
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(folder / file)[name], whole[name].half())
+    assert index["metadata"]["total_size"] == sum(tensor.numel() * 2 for tensor in whole.values())
+
+
+def test_export_replaces_nothing_and_a_failed_one_leaves_nothing(trained, trained_workspace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    export_run(trained, trained_workspace.tokenizer, Path())  # an empty folder, even the current one
+    before = files_below(tmp_path)
+    assert "model.safetensors" in before
+    for target in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(UsageError, match="already exists and is not an empty folder"):
+            export_run(trained, trained_workspace.tokenizer, target)
+    shape = dataclasses.replace(trained.config.model, attention_bias="qkv", mlp_bias=True)
+    no_layout = dataclasses.replace(trained, model=Z2all(shape, trained.model.ops))
+    with pytest.raises(BadInputError, match="has no Hugging Face layout"):
+        export_run(no_layout, trained_workspace.tokenizer, tmp_path / "hf")
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_imported_model_gives_their_logits_and_leaves_bit_equal(make_folder, workspace, tmp_path, kind):
+    layout, values, saving = FOLDERS[kind]
+    folder = make_folder(layout, values, **saving)
+    if "max_shard_size" in saving:
+        assert len(list(folder.glob("model-*.safetensors"))) > 2
+    import_folder(folder, workspace, "imported")
+    loaded = load_run(workspace, "imported")
+    assert loaded.step == 0
+    ids = random_ids()
+    assert_close_logits(our_logits(loaded, ids), their_logits(folder, ids))
+
+    export_run(loaded, workspace.tokenizer, tmp_path / "again")
+    assert_same_tensors(folder, tmp_path / "again")
+    assert_same_config(folder, tmp_path / "again")
+
+
+def test_what_no_layout_has_is_refused_in_words():
+    for moe, qk_norm, router_bias, words in (
+        ({"router": "softmax", "shared_experts": 1}, False, 0.0, "moe.router softmax, moe.shared_experts 1"),
+        ({"router": "sigmoid"}, False, 0.0, "GLM-4 MoE needs: sigmoid, 1 or more"),
+        ({"router": "softmax"}, False, 0.1, "has balancing biases. Mixtral has none"),
+        ({"router": "softmax"}, True, 0.1, "has balancing biases. Qwen3-MoE has none"),
+        ({"router": "sigmoid"}, True, 0.0, "Qwen3-MoE needs: softmax, 0, any, none or all, true"),
+    ):
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 32}
+        model = random_model(ModelConfig(64, **sizes, moe=MoeConfig(experts=4, expert_size=16, **moe), qk_norm=qk_norm))
+        for _, router in routers(model):
+            router.bias.fill_(router_bias)
+        with pytest.raises(BadInputError, match=re.escape(words)):
+            list(hf.to_hf_tensors(model.config, {name: part.values for name, part in model_parts(model).items()}))
+        for options in ({"attention_bias": "qkv"}, {"mlp_bias": True}):
+            with pytest.raises(BadInputError, match="Qwen3, which has qk_norm, needs: attention_bias none or all, mlp"):
+                hf_layout(ModelConfig(vocab_size=64, qk_norm=True, **options))
+
+
+def test_a_qwen3_that_would_compute_differently_is_refused(make_folder, workspace):
+    folder = make_folder("qwen3", {"head_dim": 8})
+    without("model.layers.1.self_attn.k_norm.weight")(folder)
+    with pytest.raises(BadInputError, match=r"a model with qk_norm, but model.layers.1.self_attn.k"):
+        import_folder(folder, workspace, "run")
+    folder = make_folder("qwen3_moe", QWEN3_MOE)
+    whole = read_json(folder / "config.json")
+    for values, words in (
+        ({"norm_topk_prob": False}, "norm_topk_prob False != True"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 != 1"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers [1] != [0]"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers is '1', expected a"),
+    ):
+        write_json(folder / "config.json", whole | values)
+        with pytest.raises(BadInputError, match=re.escape(words)):
+            import_folder(folder, workspace, "run")
+    assert files_below(workspace.root) == ["workspace.json"]
+
+
+def assert_same_config(before, after):
+    """Equal in all that transformers computes with, as its own config class reads both."""
+    from transformers import AutoConfig
+
+    one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (before, after))
+    if one["rope_parameters"]["rope_type"] == "yarn":  # ours spells their defaults out
+        one["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1, **one["rope_parameters"]}
+    names = one.keys() - {"transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}
+    assert names <= other.keys()
+    assert {name: other[name] for name in names} == {name: one[name] for name in names}
+
+
+def test_imported_tokenizer_is_that_of_the_workspace_and_the_config_fits_the_model(llama_folder, tmp_path, workspace):
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(llama_folder, tmp_path / "theirs")
+    change_config(max_position_embeddings=37)(folder)
+    done = import_folder(folder, workspace, "imported")
+    auto, ours = AutoTokenizer.from_pretrained(folder), load_run(workspace, "imported").tokenizer
+    text = "The capital of 中国 is </s> 北京"
+    assert ours.decode(ours.encode_text(text)) == text
+    assert ours.encode_text("The capital of 中国") == auto("The capital of 中国")["input_ids"]
+    assert (ours.begin_id, ours.end_id) == (0, 1)
+    config = load_run_config(done.run)
+    assert (config.train.name, config.data.seq_len, config.model.max_seq_len) == ("imported", 37, 37)
+    assert config.train.tokens_per_step % (37 * config.train.micro_batch_samples) == 0
+
+
+def test_imported_run_is_continued_by_training(make_folder, workspace, trained_workspace, tiny_config):
+    shutil.copytree(trained_workspace.corpus, workspace.corpus)
+    import_folder(make_folder("qwen2", TIED), workspace, "continued")
+    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
+    start = load_run(workspace, "continued")
+    changes = {"train": {"name": "continued", "steps": 3}, "schedule": {"warmup_steps": 1}, "optim": {"lr_max": 1e-6}}
+    sections = {name: dataclasses.replace(getattr(tiny_config, name), **values) for name, values in changes.items()}
+    config = dataclasses.replace(tiny_config, model=start.config.model, **sections)
+    with pytest.raises(UsageError, match=r"another setting \(model.qk_norm: False -> True\)"):
+        train(dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True)), workspace)
+    notes = []
+    train(config, workspace, say=notes.append)
+    assert any("resumed continued at step 0" in note for note in notes)
+    after = load_run(workspace, "continued")
+    assert (after.step, after.stored_dtype) == (3, "float32")
+    # Three steps of 1e-6: still the imported weights, not random ones, but no longer the same.
+    found, imported = (each.model.embedding.weight for each in (after, start))
+    assert not torch.equal(found, imported)
+    torch.testing.assert_close(found, imported, rtol=0, atol=1e-4)
+
+
+def test_several_ends_of_a_chat_model_are_kept_and_stop_generation(llama_folder, workspace, tmp_path):
+    folder = shutil.copytree(llama_folder, tmp_path / "theirs")
+    write_json(folder / "generation_config.json", {"eos_token_id": [1, 300, 301], "temperature": 0.6})
+    import_folder(folder, workspace, "chat")
+    loaded = load_run(workspace, "chat")
+    assert loaded.tokenizer.end_ids == (1, 300, 301)
+    export_run(loaded, workspace.tokenizer, tmp_path / "again")
+    for name in ("generation_config.json", "config.json"):
+        assert read_json(tmp_path / "again" / name)["eos_token_id"] == [1, 300, 301]
+    with torch.no_grad():  # a model that wants nothing but id 300
+        loaded.model.head.weight.zero_()
+        loaded.model.head.weight[300] = 1e3
+        hidden = loaded.model(torch.tensor([[5, 6]]))
+        loaded.model.head.weight[300] *= hidden[0, -1].sum().sign()
+    assert generate(Engine(loaded), "The", 5) == ""
+
+
+def extended_tokenizer(folder, target, pieces):
+    extender = Extender(folder)
+    extender.add(pieces)
+    extender.save(target)
+    return target
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_grow_with_an_extended_tokenizer(make_folder, workspace, trained_workspace, tmp_path, tied):
+    folder = make_folder(values={"tie_word_embeddings": tied})
+    pieces = [f" 词{first}{second}" for first in "abcdefgh" for second in "ijklmnop"]
+    larger = extended_tokenizer(folder, tmp_path / "larger", pieces)
+    with pytest.raises(BadInputError, match="add --resize-embeddings"):
+        import_folder(folder, workspace, "run", larger)
+    with pytest.raises(BadInputError, match=r"does not extend the tokenizer of the model: id 0 is '<s>'"):
+        import_folder(folder, workspace, "run", trained_workspace.tokenizer, resize_embeddings=True)
+    assert files_below(workspace.root) == ["workspace.json"]
+
+    done = import_folder(folder, workspace, "grown", larger, resize_embeddings=True)
+    loaded = load_run(workspace, "grown")
+    old, new = load_tokenizer(folder), load_tokenizer(larger)
+    assert loaded.tokenizer.vocab_size == new.vocab_size > VOCAB_ROWS
+    assert loaded.model.config.vocab_ids == done.resized.rows == new.vocab_size
+    assert len(loaded.model.embedding.weight) == -(-new.vocab_size // 64) * 64
+    assert (done.resized.rows_before, done.resized.new_ids) == (VOCAB_ROWS, new.vocab_size - old.vocab_size)
+    theirs = tensors_of(folder)
+    (number,) = new.encode_text(pieces[0])
+    names = {"embedding.weight": "model.embed_tokens.weight"} | ({} if tied else {"head.weight": "lm_head.weight"})
+    for ours, name in names.items():
+        grown = loaded.model.state_dict()[ours].cpu()
+        assert torch.equal(grown[: old.vocab_size], theirs[name][: old.vocab_size])
+        torch.testing.assert_close(grown[number], theirs[name][old.encode_text(pieces[0])].mean(dim=0))
+    ids = random_ids(below=old.vocab_size)
+    assert_close_logits(*(each[..., : old.vocab_size] for each in (our_logits(loaded, ids), their_logits(folder, ids))))
+    export_run(loaded, workspace.tokenizer, tmp_path / "out")
+    assert their_logits(tmp_path / "out", torch.tensor([[number]])).shape[-1] == done.resized.rows
+
+
+def test_padded_rows_take_new_ids_before_the_model_grows(llama_folder, workspace, tmp_path):
+    larger = extended_tokenizer(llama_folder, tmp_path / "larger", ["量子"])
+    done = import_folder(llama_folder, workspace, "grown", larger, resize_embeddings=True)
+    assert (done.resized.rows, done.resized.rows_before) == (VOCAB_ROWS, VOCAB_ROWS)
+    (number,) = load_tokenizer(larger).encode_text("量子")
+    pieces = load_tokenizer(llama_folder).encode_text("量子")
+    before = tensors_of(llama_folder)["model.embed_tokens.weight"][pieces].mean(dim=0)
+    grown = load_run(workspace, "grown").model.embedding.weight
+    torch.testing.assert_close(grown[number].detach().cpu(), before)
+    other = open_workspace(tmp_path / "other", create=True)
+    import_folder(llama_folder, other, "same", larger)
+    assert load_run(other, "same").config.model.vocab_ids == VOCAB_ROWS
+
+
+def test_compatible_export_renders_chats_as_text_with_our_ids(trained, trained_workspace, tmp_path):
+    from tokenizers import Tokenizer as Raw
+    from transformers import AutoTokenizer
+
+    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf", tokenizer_layout="compatible")
+    auto = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    chat = [{"role": "user", "content": "中国的首都是"}, {"role": "assistant", "content": "北京。"}]
+    rendered = auto.apply_chat_template(chat, tokenize=True, return_dict=False)
+    ours = own_chat(trained.tokenizer)
+    parts = ours.parts(Dialogue([Message(turn["role"], turn["content"]) for turn in chat]))
+    assert list(rendered) == ours.ids_of(parts)
+    raw = Raw.from_file(str(tmp_path / "hf/tokenizer.json"))
+    end, again = "<|end_of_text|>", load_tokenizer(tmp_path / "hf")
+    assert raw.encode(end, add_special_tokens=False).ids == [trained.tokenizer.end_id], "text can spell control tokens"
+    assert again.encode_text(end) != [trained.tokenizer.end_id]
+    assert again.control == trained.tokenizer.control
+
+
+def test_tensors_that_old_folders_carry_beside_the_weights_are_no_obstacle(make_folder, workspace):
+    folder = make_folder(values=TIED, dtype=torch.float16)
+    tensors = tensors_of(folder)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({"other": torch.ones(1)}, folder / "consolidated.safetensors")
+    import_folder(folder, workspace, "old")
+    assert load_run(workspace, "old").stored_dtype == "float16"
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    import_folder(folder, workspace, "mixed")
+    assert load_run(workspace, "mixed").stored_dtype == "float32"
 
 
 def change_config(**changes):
@@ -189,349 +466,6 @@ def with_tensor(name, values):
     return change_tensors(lambda tensors: tensors.update({name: values}))
 
 
-@pytest.fixture(scope="session")
-def exported(trained, trained_workspace, tmp_path_factory):
-    """The trained run as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("exported") / "hf"
-    export_run(trained, trained_workspace.tokenizer, folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def theirs(exported):
-    """That folder as transformers loads it."""
-    from transformers import LlamaForCausalLM
-
-    return LlamaForCausalLM.from_pretrained(exported).eval()
-
-
-# --- a trained run, exported ---
-
-
-def test_exported_run_gives_our_logits_in_transformers(trained, theirs):
-    ids = random_ids(rows=4, length=128, below=trained.config.model.vocab_ids)
-    with torch.no_grad():
-        assert_close_logits(our_logits(trained, ids), theirs(ids).logits)
-
-
-def test_exported_tokenizer_encodes_and_decodes_as_ours(trained, exported):
-    from transformers import AutoTokenizer
-
-    auto = AutoTokenizer.from_pretrained(exported)
-    for text in ("中国的首都是北京。", "The capital of France is Paris.", "<|end_of_text|> 🌍\n\t x"):
-        ids = trained.tokenizer.encode_text(text)
-        assert auto(text)["input_ids"] == [trained.tokenizer.begin_id, *ids], "as `z2a generate` reads it"
-        assert auto(text, add_special_tokens=False)["input_ids"] == ids
-        assert auto.decode(auto(text)["input_ids"], skip_special_tokens=True) == text
-        assert auto.decode(ids) == text
-    assert load_tokenizer(exported).fingerprint == trained.tokenizer.fingerprint
-    assert (auto.bos_token_id, auto.eos_token_id) == (trained.tokenizer.begin_id, trained.tokenizer.end_id)
-
-
-def test_exported_run_comes_back_bit_equal(trained, exported, workspace):
-    import_folder(exported, workspace, "back")
-    back = load_run(workspace, "back")
-    assert back.tokenizer.fingerprint == trained.tokenizer.fingerprint
-    for name, tensor in trained.model.state_dict().items():
-        assert torch.equal(tensor, back.model.state_dict()[name].cpu()), name
-    values, shape = read_json(exported / "config.json"), trained.config.model
-    assert (values["architectures"], values["torch_dtype"]) == (["LlamaForCausalLM"], "float32")
-    assert values["eos_token_id"] == read_json(exported / "generation_config.json")["eos_token_id"]
-    assert from_hf_config(values, exported) == dataclasses.replace(shape, head_dim=shape.head_size)
-
-
-def test_run_can_be_exported_in_a_narrower_dtype(trained, trained_workspace, tmp_path):
-    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf", "float16")
-    stored = tensors_of(tmp_path / "hf")
-    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
-    expected = trained.model.embedding.weight[: trained.config.model.vocab_ids].half()
-    assert torch.equal(stored["model.embed_tokens.weight"], expected)
-
-
-def test_large_model_is_exported_in_shards_with_an_index(trained, trained_workspace, theirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "SHARD_BYTES", 100_000)
-    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf")
-    index = read_json(tmp_path / "hf/model.safetensors.index.json")
-    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
-    assert len(files) > 2
-    assert sorted(set(index["weight_map"].values())) == files
-    assert not (tmp_path / "hf/model.safetensors").exists()
-    for name, file in index["weight_map"].items():
-        with safe_open(tmp_path / "hf" / file, framework="pt") as shard:
-            assert torch.equal(shard.get_tensor(name), theirs.state_dict()[name])
-    assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors_of(tmp_path / "hf").values())
-
-
-def test_export_replaces_nothing_and_a_failed_one_leaves_nothing_behind(
-    trained, trained_workspace, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    export_run(trained, trained_workspace.tokenizer, Path())  # an empty folder, even the current one
-    assert (tmp_path / "model.safetensors").is_file()
-    for target in (tmp_path, tmp_path / "config.json"):
-        before = files_below(tmp_path)
-        with pytest.raises(UsageError, match="already exists and is not an empty folder"):
-            export_run(trained, trained_workspace.tokenizer, target)
-    shape = dataclasses.replace(trained.config.model, attention_bias="qkv", mlp_bias=True)
-    no_layout = dataclasses.replace(trained, model=Z2all(shape, trained.model.ops))
-    with pytest.raises(BadInputError, match="has no Hugging Face layout"):
-        export_run(no_layout, trained_workspace.tokenizer, tmp_path / "hf")
-    assert files_below(tmp_path) == before
-
-
-# --- untrained models of transformers, imported and exported again ---
-
-
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_imported_model_gives_their_logits_and_leaves_bit_equal(make_folder, workspace, tmp_path, kind):
-    layout, values, saving = FOLDERS[kind]
-    folder = make_folder(layout, values, saving)
-    if "max_shard_size" in saving:
-        assert len(list(folder.glob("model-*.safetensors"))) > 2
-    import_folder(folder, workspace, "imported")
-    loaded = load_run(workspace, "imported")
-    assert loaded.step == 0
-    ids = random_ids()
-    assert_close_logits(our_logits(loaded, ids), their_logits(folder, ids))
-
-    export_run(loaded, workspace.tokenizer, tmp_path / "again")
-    before, after = tensors_of(folder), tensors_of(tmp_path / "again")
-    assert after.keys() == before.keys()
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype, name
-        assert torch.equal(after[name], tensor), name
-    assert_same_config(folder, tmp_path / "again")
-
-
-def moe_model(router_bias=0.0, qk_norm=False, **settings):
-    """A model of ours with experts, and its weights by name."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "layers": 2, "heads": 4, "kv_heads": 2, "max_seq_len": 32}
-    config = ModelConfig(64, **sizes, moe=MoeConfig(experts=4, expert_size=16, **settings), qk_norm=qk_norm)
-    model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    init_weights(model, 1)
-    for _, router in routers(model):
-        router.bias.fill_(router_bias)
-    return config, {name: part.values for name, part in model_parts(model).items()}
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"router": "softmax", "shared_experts": 1}, "moe.router softmax, moe.shared_experts 1"),
-        ({"router": "sigmoid"}, "GLM-4 MoE needs: sigmoid, 1 or more"),
-        ({"router": "softmax", "router_bias": 0.1}, "has balancing biases. Mixtral has none"),
-        ({"router": "softmax", "qk_norm": True, "router_bias": 0.1}, "has balancing biases. Qwen3-MoE has none"),
-        ({"router": "sigmoid", "qk_norm": True}, "Qwen3-MoE needs: softmax, 0, any, none or all, true"),
-    ],
-)
-def test_experts_that_no_layout_has_are_refused_in_words(settings, words):
-    config, tensors = moe_model(**settings)
-    with pytest.raises(BadInputError, match=re.escape(words)):
-        list(hf.to_hf_tensors(config, tensors))
-
-
-def test_qk_norm_with_what_qwen3_does_not_have_is_refused_in_words():
-    for options in ({"attention_bias": "qkv"}, {"mlp_bias": True}):
-        with pytest.raises(BadInputError, match="Qwen3, which has qk_norm, needs: attention_bias none or all, mlp"):
-            hf_layout(ModelConfig(vocab_size=64, qk_norm=True, **options))
-
-
-@pytest.mark.parametrize(
-    ("layout", "spoil", "words"),
-    [
-        (
-            "qwen3",
-            without("model.layers.1.self_attn.k_norm.weight"),
-            "a model with qk_norm, but model.layers.1.self_attn.k",
-        ),
-        ("qwen3", change_config(model_type="llama"), "q_norm.weight is unknown"),
-        ("qwen3_moe", change_config(norm_topk_prob=False), "norm_topk_prob False != True"),
-        ("qwen3_moe", change_config(decoder_sparse_step=2), "decoder_sparse_step 2 != 1"),
-        ("qwen3_moe", change_config(mlp_only_layers=[1]), "mlp_only_layers [1] != [0]"),
-        ("qwen3_moe", change_config(mlp_only_layers=1), "mlp_only_layers is '1', expected a"),
-    ],
-)
-def test_a_qwen3_that_would_compute_differently_is_refused(make_folder, workspace, layout, spoil, words):
-    folder = make_folder(layout, {"head_dim": 8} if layout == "qwen3" else QWEN3_MOE)
-    spoil(folder)
-    with pytest.raises(BadInputError, match=re.escape(words)):
-        import_folder(folder, workspace, "run")
-
-
-def assert_same_config(before, after):
-    """Equal in all that transformers computes with, as its own config class reads both."""
-    from transformers import AutoConfig
-
-    one, other = (AutoConfig.from_pretrained(folder).to_dict() for folder in (before, after))
-    for name in ("transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"):
-        one.pop(name, None)
-        other.pop(name, None)
-    if one["rope_parameters"]["rope_type"] == "yarn":  # ours spells their defaults out
-        one["rope_parameters"] = {"beta_fast": 32, "beta_slow": 1, **one["rope_parameters"]}
-    assert one.keys() <= other.keys()
-    assert {name: other[name] for name in one} == one
-
-
-def test_imported_tokenizer_becomes_that_of_the_workspace_and_the_config_fits_the_model(
-    make_folder, workspace, foreign_tokenizer
-):
-    from transformers import AutoTokenizer
-
-    done = import_folder(make_folder(values={"max_position_embeddings": 37}), workspace, "imported")
-    auto = AutoTokenizer.from_pretrained(foreign_tokenizer)
-    ours = load_run(workspace, "imported").tokenizer
-    text = "The capital of 中国 is </s> 北京"
-    assert ours.decode(ours.encode_text(text)) == text
-    assert ours.encode_text("The capital of 中国") == auto("The capital of 中国")["input_ids"]
-    assert (ours.begin_id, ours.end_id) == (0, 1)
-    config = load_run_config(done.run)
-    assert (config.train.name, config.data.seq_len, config.model.max_seq_len) == ("imported", 37, 37)
-    assert config.train.tokens_per_step % (37 * config.train.micro_batch_samples) == 0
-
-
-def test_imported_run_is_continued_by_training(make_folder, workspace, trained_workspace, tiny_config):
-    shutil.copytree(trained_workspace.corpus, workspace.corpus)
-    import_folder(make_folder("qwen2", {"tie_word_embeddings": True}), workspace, "continued")
-    pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
-    start = load_run(workspace, "continued")
-    config = dataclasses.replace(
-        tiny_config,
-        model=start.config.model,
-        train=dataclasses.replace(tiny_config.train, name="continued", steps=3),
-        schedule=dataclasses.replace(tiny_config.schedule, warmup_steps=1),
-        optim=dataclasses.replace(tiny_config.optim, lr_max=1e-6),
-    )
-    with pytest.raises(UsageError, match=r"another setting \(model.qk_norm: False -> True\)"):
-        train(dataclasses.replace(config, model=dataclasses.replace(config.model, qk_norm=True)), workspace)
-    notes = []
-    train(config, workspace, say=notes.append)
-    assert any("resumed continued at step 0" in note for note in notes)
-    after = load_run(workspace, "continued")
-    assert (after.step, after.stored_dtype) == (3, "float32")
-    # Three steps of 1e-6: still the imported weights, not random ones, but no longer the same.
-    assert not torch.equal(after.model.embedding.weight, start.model.embedding.weight)
-    torch.testing.assert_close(after.model.embedding.weight, start.model.embedding.weight, rtol=0, atol=1e-4)
-
-
-def test_several_ends_of_a_chat_model_are_kept_and_stop_generation(make_folder, workspace, tmp_path):
-    folder = make_folder()
-    write_json(folder / "generation_config.json", {"eos_token_id": [1, 300, 301], "temperature": 0.6})
-    import_folder(folder, workspace, "chat")
-    loaded = load_run(workspace, "chat")
-    assert loaded.tokenizer.end_ids == (1, 300, 301)
-    export_run(loaded, workspace.tokenizer, tmp_path / "again")
-    assert read_json(tmp_path / "again/generation_config.json")["eos_token_id"] == [1, 300, 301]
-    assert read_json(tmp_path / "again/config.json")["eos_token_id"] == [1, 300, 301]
-    with torch.no_grad():  # a model that wants nothing but id 300
-        loaded.model.head.weight.zero_()
-        loaded.model.head.weight[300] = 1e3
-        hidden = loaded.model(torch.tensor([[5, 6]]))
-        loaded.model.head.weight[300] *= hidden[0, -1].sum().sign()
-    assert generate(Engine(loaded), "The", 5) == ""
-
-
-# --- a tokenizer that was extended ---
-
-
-def extended_tokenizer(folder, target, pieces):
-    extender = Extender(folder)
-    extender.add(pieces)
-    extender.save(target)
-    return target
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_embeddings_grow_with_an_extended_tokenizer(make_folder, workspace, tmp_path, tied):
-    folder = make_folder(values={"tie_word_embeddings": tied})
-    pieces = [f" 词{first}{second}" for first in "abcdefgh" for second in "ijklmnop"]
-    larger = extended_tokenizer(folder, tmp_path / "larger", pieces)
-    done = import_folder(folder, workspace, "grown", larger, resize_embeddings=True)
-    loaded = load_run(workspace, "grown")
-    old, new = load_tokenizer(folder), load_tokenizer(larger)
-    assert loaded.tokenizer.vocab_size == new.vocab_size > VOCAB_ROWS
-    assert loaded.model.config.vocab_ids == done.resized.rows == new.vocab_size
-    assert len(loaded.model.embedding.weight) == -(-new.vocab_size // 64) * 64
-    assert (done.resized.rows_before, done.resized.new_ids) == (VOCAB_ROWS, new.vocab_size - old.vocab_size)
-    theirs = tensors_of(folder)
-    for ours, name in (("embedding.weight", "model.embed_tokens.weight"), ("head.weight", "lm_head.weight")):
-        if ours not in loaded.model.state_dict() or name not in theirs:
-            assert tied
-            continue
-        grown = loaded.model.state_dict()[ours].cpu()
-        assert torch.equal(grown[: old.vocab_size], theirs[name][: old.vocab_size])
-        (number,) = new.encode_text(pieces[0])
-        torch.testing.assert_close(grown[number], theirs[name][old.encode_text(pieces[0])].mean(dim=0))
-    ids = random_ids(below=old.vocab_size)
-    assert_close_logits(
-        our_logits(loaded, ids)[..., : old.vocab_size], their_logits(folder, ids)[..., : old.vocab_size]
-    )
-    export_run(loaded, workspace.tokenizer, tmp_path / "out")
-    assert their_logits(tmp_path / "out", torch.tensor([[number]])).shape[-1] == done.resized.rows
-
-
-def test_padded_rows_take_new_ids_before_the_model_grows(make_folder, workspace, tmp_path):
-    folder = make_folder()
-    larger = extended_tokenizer(folder, tmp_path / "larger", ["量子"])
-    done = import_folder(folder, workspace, "grown", larger, resize_embeddings=True)
-    assert (done.resized.rows, done.resized.rows_before) == (VOCAB_ROWS, VOCAB_ROWS)
-    (number,) = load_tokenizer(larger).encode_text("量子")
-    before = tensors_of(folder)["model.embed_tokens.weight"][load_tokenizer(folder).encode_text("量子")].mean(dim=0)
-    grown = load_run(workspace, "grown").model.embedding.weight
-    torch.testing.assert_close(grown[number].detach().cpu(), before)
-    import_folder(folder, open_workspace(tmp_path / "w2", create=True), "same", larger)
-    assert load_run(open_workspace(tmp_path / "w2"), "same").config.model.vocab_ids == VOCAB_ROWS
-
-
-def test_a_tokenizer_that_is_too_large_or_moves_ids_is_refused(make_folder, workspace, tmp_path, trained_workspace):
-    folder = make_folder()
-    larger = extended_tokenizer(folder, tmp_path / "larger", [f"量{chr(0x4E00 + n)}" for n in range(60)])
-    with pytest.raises(BadInputError, match="add --resize-embeddings"):
-        import_folder(folder, workspace, "run", larger)
-    with pytest.raises(BadInputError, match=r"does not extend the tokenizer of the model: id 0 is '<s>'"):
-        import_folder(folder, workspace, "run", trained_workspace.tokenizer, resize_embeddings=True)
-    assert files_below(workspace.root) == ["workspace.json"]
-
-
-# --- the compatible layout ---
-
-
-def test_compatible_export_renders_chats_as_text_with_our_ids(trained, trained_workspace, tmp_path):
-    from tokenizers import Tokenizer as Raw
-    from transformers import AutoTokenizer
-
-    export_run(trained, trained_workspace.tokenizer, tmp_path / "hf", tokenizer_layout="compatible")
-    auto = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    chat = [{"role": "user", "content": "中国的首都是"}, {"role": "assistant", "content": "北京。"}]
-    rendered = auto.apply_chat_template(chat, tokenize=True, return_dict=False)
-    ours = own_chat(trained.tokenizer)
-    parts = ours.parts(Dialogue([Message(turn["role"], turn["content"]) for turn in chat]))
-    assert list(rendered) == ours.ids_of(parts)
-    raw = Raw.from_file(str(tmp_path / "hf/tokenizer.json"))
-    assert raw.encode("<|end_of_text|>", add_special_tokens=False).ids == [trained.tokenizer.end_id], (
-        "and so text can spell control tokens"
-    )
-    assert load_tokenizer(tmp_path / "hf").encode_text("<|end_of_text|>") != [trained.tokenizer.end_id]
-    assert load_tokenizer(tmp_path / "hf").control == trained.tokenizer.control
-
-
-def test_tensors_that_old_folders_carry_beside_the_weights_are_no_obstacle(make_folder, workspace):
-    folder = make_folder(values={"tie_word_embeddings": True}, saving={"dtype": torch.float16})
-    tensors = tensors_of(folder)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_file({"other": torch.ones(1)}, folder / "consolidated.safetensors")
-    import_folder(folder, workspace, "old")
-    assert load_run(workspace, "old").stored_dtype == "float16"
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    import_folder(folder, workspace, "mixed")
-    assert load_run(workspace, "mixed").stored_dtype == "float32"
-
-
-# --- what is refused, and that nothing is left of it ---
-
-
 def file(change, name="model.safetensors"):
     """A folder of which that file has changed."""
     return lambda folder: change(folder / name)
@@ -545,11 +479,6 @@ def with_index(weights, *names):
     write_json(weights.with_name("model.safetensors.index.json"), {"weight_map": dict(zip("ab", names, strict=False))})
 
 
-def shard_missing(weights):
-    weights.rename(weights.with_name("model-00001-of-00002.safetensors"))
-    with_index(weights, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
 def twice(weights):
     shutil.copy(weights, weights.with_name("again.safetensors"))
     with_index(weights, "model.safetensors", "again.safetensors")
@@ -558,10 +487,6 @@ def twice(weights):
 def to_device(weights):
     weights.unlink()
     weights.symlink_to("/dev/zero")
-
-
-def double_name(path):
-    path.write_text(path.read_text().replace("{", '{"vocab_size": 353,', 1))
 
 
 def narrower(tensors):
@@ -594,21 +519,15 @@ def outside(name):
     """The weights beside the folder, and an index that leads to them."""
 
     def change(folder):
-        named = name.format(parent=folder.parent)
-        index(named)(folder)
+        index(name.format(parent=folder.parent))(folder)
         (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
 
     return change
 
 
-def fifo(name):
-    def change(folder):
-        if name != "model.safetensors":
-            index(name)(folder)
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-
-    return change
+def fifo(folder):
+    index("model-1.safetensors")(folder)
+    os.mkfifo(folder / "model-1.safetensors")
 
 
 def one_id_more(path):
@@ -626,12 +545,10 @@ REFUSED = {
     "pickled weights only": (file(pickled_only), r"only pickled weights \(pytorch_model.bin\).*never loads"),
     "no weights": (file(Path.unlink), "has no weights"),
     "half a file": (file(lambda path: path.write_bytes(path.read_bytes()[:9000])), "not a readable safetensors file"),
-    "a shard is missing": (file(shard_missing), "model-00002-of-00002.safetensors is missing"),
     "config is no object": (file(lambda path: path.write_text("[1]"), "config.json"), "expected a JSON object"),
     "config is no JSON": (file(lambda path: path.write_text("{"), "config.json"), "cannot be read as JSON"),
     "unknown model type": (change_config(model_type="gpt2"), "model_type 'gpt2'. Only llama, qwen2, qwen3, qwen3_moe"),
     "no vocabulary size": (change_config(vocab_size=...), "has no vocab_size"),
-    "heads that do not divide": (change_config(num_key_value_heads=4), r"kv_heads: got 4, expected a divisor"),
     "sliding window": (change_config(sliding_window=64), "sets sliding_window"),
     "layers of several kinds": (change_config(layer_types=["full_attention", "sliding_attention"]), "sets layer_types"),
     "quantised": (change_config(quantization_config={"bits": 4}), "sets quantization_config"),
@@ -646,19 +563,16 @@ REFUSED = {
     "missing tensor": (without("model.layers.1.self_attn.k_proj.weight"), "self_attn.k_proj.weight is missing"),
     "unknown tensor": (with_tensor("model.layers.0.q_norm.weight", torch.ones(8)), "layers.0.q_norm.weight is unknown"),
     "misshapen tensor": (change_tensors(narrower), r"mlp.up_proj.weight has shape \(80, 47\) instead of \(80, 48\)"),
-    "another vocabulary than the config says": (change_config(vocab_size=360), r"has shape \(352, 48\) instead of"),
     "integer weights": (with_tensor("model.norm.weight", torch.ones(48, dtype=torch.int8)), "stores .*I8"),
     "an absolute path in the index": (outside("{parent}/outside.safetensors"), "names the file '/.*without slashes"),
     "a path upwards in the index": (outside("../outside.safetensors"), "names the file '../outside.safetensors'"),
     "a NUL in the index": (index("model\0.safetensors"), "names the file"),
-    "a number in the index": (index(5), "5 is missing"),
+    "a file that is missing in the index": (index(5), "5 is missing"),
     "an object in the index": (index({"a": "/etc/passwd"}), "names the file"),
     "an index of nothing": (file(with_index), "no weight_map"),
-    "a fifo for weights": (fifo("model.safetensors"), "neither a file nor a link to one"),
-    "a fifo in the index": (fifo("model-00001-of-00001.safetensors"), "neither a file nor a link to one"),
+    "a fifo in the index": (fifo, "neither a file nor a link to one"),
     "a device in place of weights": (file(to_device), "neither a file nor a link to one"),
     "a tensor in two files": (file(twice), "so does another file"),
-    "a name twice in the config": (file(double_name, "config.json"), "'vocab_size' is listed twice"),
     "NaN weights": (spoiled(float("nan")), r"97 weights in .* are NaN or infinite, in 2 of 21 tensors"),
     "layers without end": (change_config(num_hidden_layers=10**7), r"layers: got 10000000, .* at most 10000"),
     "more layers than weights": (change_config(num_hidden_layers=9_000), "is 9,000, but the weights have 2 layers"),
@@ -667,30 +581,18 @@ REFUSED = {
     "an end of text beyond the model": (generation(eos_token_id=[1, -1]), "config.json names '-1' as eos_token_id"),
     "positions without end": (change_config(max_position_embeddings=10**12), r"max_seq_len: got 1000000000000, "),
     "a text for an object": (change_config(rope_scaling="x"), "rope_scaling is 'x', expected an object"),
-    "a number for an object": (change_config(rope_parameters=7), "rope_parameters is '7', expected an object"),
     "a list for a model type": (change_config(model_type=["llama"]), "model_type \\['llama'\\]"),
     "a list for a kind of scaling": (rope(rope_type=["yarn"], factor=2.0), "has the rope scaling \\['yarn'\\]"),
-    "a text for true or false": (change_config(tie_word_embeddings="no"), "tie_word_embeddings is 'no'"),
     "yarn without a base": (rope(rope_type="yarn", factor=2.0, rope_theta=1.0), "rope_theta: got 1.0, .* above 1"),
     "one id more than rows": (file(one_id_more, "tokenizer.json"), "has 353 ids, but its model has only 352"),
     "no tokenizer": (file(Path.unlink, "tokenizer.json"), "no tokenizer in"),
 }
 
 
-@pytest.fixture(scope="module")
-def refusable(tmp_path_factory, foreign_tokenizer):
-    """One folder to copy and spoil."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("refusable") / "theirs"
-    LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder)
-    return shutil.copytree(foreign_tokenizer, folder, dirs_exist_ok=True)
-
-
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_would_compute_differently_is_refused_and_leaves_nothing(refusable, tmp_path, workspace, kind):
+def test_what_would_compute_differently_is_refused_and_leaves_nothing(llama_folder, tmp_path, workspace, kind):
     spoil, message = REFUSED[kind]
-    folder = shutil.copytree(refusable, tmp_path / "theirs")
+    folder = shutil.copytree(llama_folder, tmp_path / "theirs")
     spoil(folder)
     before = files_below(workspace.root)
     with pytest.raises(BadInputError, match=message):
@@ -698,34 +600,21 @@ def test_what_would_compute_differently_is_refused_and_leaves_nothing(refusable,
     assert files_below(workspace.root) == before
 
 
-def test_a_folder_of_links_as_a_hugging_face_cache_keeps_them_is_imported(refusable, tmp_path, workspace):
-    cache = tmp_path / "cache"
-    (cache / "blobs").mkdir(parents=True)
-    (cache / "snapshots/main").mkdir(parents=True)
-    for number, path in enumerate(refusable.iterdir()):
-        shutil.copy(path, cache / f"blobs/{number}")
-        (cache / "snapshots/main" / path.name).symlink_to(f"../../blobs/{number}")
-    import_folder(cache / "snapshots/main", workspace, "run")
-    assert load_run(workspace, "run").step == 0
-
-
-def test_no_run_is_replaced_its_name_is_plain_and_a_workspace_keeps_its_tokenizer(
-    refusable, workspace, trained_workspace
-):
-    import_folder(refusable, workspace, "run")
+def test_no_run_is_replaced_its_name_is_plain_and_a_tokenizer_stays(llama_folder, workspace, trained_workspace):
+    import_folder(llama_folder, workspace, "run")
     before = files_below(workspace.root)
     for name in ("run", "a/b", "../run", ".hidden"):
         said = "The run run already exists" if name == "run" else re.escape(f"train.name: got '{name}'")
         with pytest.raises(UsageError, match=said):
-            import_folder(refusable, workspace, name)
+            import_folder(llama_folder, workspace, name)
     assert files_below(workspace.root) == before
     with pytest.raises(UsageError, match=r"already has another tokenizer\. Import into a workspace of its own"):
-        import_folder(refusable, trained_workspace, "other")
-    assert names_in(trained_workspace.runs) == ["tiny"]
+        import_folder(llama_folder, trained_workspace, "other")
+    assert [path.name for path in trained_workspace.runs.iterdir()] == ["tiny"]
 
 
-def test_import_interrupted_before_its_checkpoint_leaves_no_run(refusable, workspace, monkeypatch):
-    """A run folder with a config but no checkpoint would be trained from random weights."""
+def test_import_interrupted_before_its_checkpoint_leaves_no_run(llama_folder, workspace, monkeypatch, tmp_path):
+    """It would be trained from random weights. It is repeated from links, as a cache of Hugging Face has them."""
 
     def interrupted(run, *_):
         assert (run / "config.yaml").is_file(), "the worst moment: the config is written, the weights are not"
@@ -733,29 +622,28 @@ def test_import_interrupted_before_its_checkpoint_leaves_no_run(refusable, works
 
     monkeypatch.setattr(exchange, "write_checkpoint", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        import_folder(refusable, workspace, "run")
-    assert names_in(workspace.runs) == []
+        import_folder(llama_folder, workspace, "run")
+    assert list(workspace.runs.iterdir()) == []
     monkeypatch.undo()
-    import_folder(refusable, workspace, "run")
+    for path in llama_folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    import_folder(tmp_path, workspace, "run")
     assert load_run(workspace, "run").step == 0
 
 
-def test_a_run_with_adapters_comes_from_and_leaves_for_peft_and_is_merged_for_use(make_folder, workspace, tmp_path):
-    folder = make_folder("llama", BIASES)
-    model, base, _ = hf.read_hf_folder(folder)
+def test_a_run_with_adapters_comes_from_and_leaves_for_peft_and_is_merged_for_use(llama_folder, workspace, tmp_path):
+    model, base, _ = hf.read_hf_folder(llama_folder)
     lora = LoraConfig(rank=2, alpha=3.0)
     adapters = {name: torch.randn_like(one) for name, one in initial_adapters(model, lora, 0).items()}
     (tmp_path / "adapter").mkdir()
     write_adapter_folder(tmp_path / "adapter", model, lora, base | adapters, "theirs")
-    run = import_folder(folder, workspace, "with", adapter=tmp_path / "adapter").run
+    run = import_folder(llama_folder, workspace, "with", adapter=tmp_path / "adapter").run
     exchange.export_adapter(run, tmp_path / "again")
-    first, again = (tensors_of(tmp_path / name) for name in ("adapter", "again"))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert_same_tensors(tmp_path / "adapter", tmp_path / "again")
     loaded = load_run(workspace, "with")
     merge(base, adapters, model, lora)
     assert all(torch.equal(tensor, base[name]) for name, tensor in loaded.weights().items())
     export_run(loaded, workspace.tokenizer, tmp_path / "merged")
-    assert len(tensors_of(tmp_path / "merged")) == len(tensors_of(folder))
+    assert len(tensors_of(tmp_path / "merged")) == len(tensors_of(llama_folder))
     with pytest.raises(UsageError, match="without has no adapters"):
-        exchange.export_adapter(import_folder(folder, workspace, "without").run, tmp_path / "none")
+        exchange.export_adapter(import_folder(llama_folder, workspace, "without").run, tmp_path / "none")

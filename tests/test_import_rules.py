@@ -1,8 +1,5 @@
-"""Who may import whom: the rules of docs/architecture.md, checked on the source of every file.
-
-Imports are read with ast: at the top of a file, inside functions, under TYPE_CHECKING and by import_module("...").
-All of them count, because each means that one file cannot be understood without the other.
-"""
+"""Who may import whom: the rules of docs/architecture.md, checked on every file. Imports in functions, for the type
+checker and by import_module("...") count too."""
 
 import ast
 import functools
@@ -11,13 +8,14 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 PACKAGE = "zero2all"
 
 STAGES = (
@@ -34,6 +32,8 @@ STAGES = (
     "track",
 )
 
+WITH_A_SECTION = ("model", "ops", "packed", "parallel", "diloco", "resilience", "tokenizer", "track")
+
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # the foundations import nothing of ours
     "common": (),
@@ -48,10 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "estimate": ("model.config", "ops.footprint"),
     "parallel": ("model", "estimate", "ops", "resilience"),
     "diloco": ("parallel", "ops.host_memory", "resilience.heartbeat"),
-    "config": (
-        *("model.config", "ops.config", "packed.config", "parallel.config", "diloco.config"),
-        *("resilience.config", "tokenizer.config", "track.config"),
-    ),
+    "config": tuple(f"{room}.config" for room in WITH_A_SECTION),
     "train": (
         *("packed", "model", "ops", "parallel", "diloco", "estimate", "track.writer", "config"),
         *("resilience.heartbeat", "resilience.slots"),
@@ -91,15 +88,9 @@ TRAINER_THIRD_PARTY = {"torch", "numpy", "safetensors", "yaml", "rich", "psutil"
 """What a bare GPU image must have for training to start. `tokenizers` is needed only to pack, not to train."""
 
 KERNELS = "ops.kernels"
-LAZY_THIRD_PARTY = {
-    "common.records": {"zstandard", "pyarrow"},
-    "common.engine": {"ray"},
-    "packed.remote": {"fsspec"},
-    "packed.show": {"matplotlib"},
-    "ops.kernels.epilogue": {"quack"},
-}
-"""Libraries a module may import when it meets what needs them (a corpus shard of their format, an address, …): never
-at the top."""
+LAZY_THIRD_PARTY = {"common.records": {"zstandard", "pyarrow"}, "common.engine": {"ray"}, "packed.remote": {"fsspec"}}
+LAZY_THIRD_PARTY |= {"packed.show": {"matplotlib"}, "ops.kernels.epilogue": {"quack"}}
+"""Libraries a module may import when it meets what needs them: never at the top."""
 EPILOGUES = {"ops.kernels.softmax_epilogue"}
 """Kernels in the language of QuACK's epilogues: functions that it decorates, so it is imported at their top."""
 
@@ -128,35 +119,27 @@ MODULES = {module_name(path): path for path in sorted((ROOT / PACKAGE).rglob("*.
 
 def imports_of(name: str, source: str, modules: Mapping[str, Path] = MODULES) -> Iterator[Import]:
     """Every import of a module; `from package import module` counts as importing the module."""
-
-    def visit(node: ast.AST, at_top: bool) -> Iterator[Import]:
+    left: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    while left:
+        (node, at_top), targets = left.pop(), []
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(name, alias.name, node.lineno, at_top)
+            targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} line {node.lineno}: relative imports are not used here"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield Import(name, whole if whole in modules else str(node.module), node.lineno, at_top)
-        else:
-            called = getattr(node, "func", None)
-            if getattr(called, "attr", getattr(called, "id", "")) == "import_module":
-                for argument in node.args[:1]:
-                    if isinstance(argument, ast.Constant):
-                        yield Import(name, str(argument.value), node.lineno, at_top)
-            lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
-                isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-            )
-            for child in ast.iter_child_nodes(node):
-                yield from visit(child, at_top and not lazy)
-
-    yield from visit(ast.parse(source), at_top=True)
+            wholes = (f"{node.module}.{alias.name}" for alias in node.names)
+            targets = [whole if whole in modules else str(node.module) for whole in wholes]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            targets = [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+        yield from (Import(name, target, node.lineno, at_top) for target in targets)
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        )
+        left += [(child, at_top and not lazy) for child in ast.iter_child_nodes(node)]
 
 
 def all_imports(modules: Mapping[str, Path]) -> list[Import]:
-    return [
-        found for name, path in modules.items() for found in imports_of(name, path.read_text(encoding="utf-8"), modules)
-    ]
+    sources = {name: path.read_text(encoding="utf-8") for name, path in modules.items()}
+    return [found for name, source in sources.items() for found in imports_of(name, source, modules)]
 
 
 @functools.cache
@@ -189,57 +172,50 @@ def allowed_for(importer: str) -> tuple[str, ...]:
     return ("common", room, *MAY_IMPORT[room]) if room else ()
 
 
+@functools.cache
 def room_of(module: str) -> str:
-    """The room of a module without the package's name: the longest name of MAY_IMPORT that it lies in."""
-    return max((room for room in MAY_IMPORT if inside(module, room)), key=len, default=module)
+    """The room of a module without the package's name."""
+    return next((room for room in MAY_IMPORT if inside(module, room)), module)
 
 
 def breaches(imports: list[Import]) -> list[str]:
     """What the tables above forbid."""
-    found = []
-    for each in imports:
-        target, allowed = short(each.target), allowed_for(short(each.importer))
-        covered = [name for name in allowed if inside(target, name) and room_of(target) == room_of(name)]
-        if target and not covered:  # without a target: the version
-            found.append(f"{each}; it may import {', '.join(allowed) or 'not given'}")
-    return found
+    of_each = ((each, short(each.target), allowed_for(short(each.importer))) for each in imports)
+    return [
+        f"{each}; it may import {', '.join(allowed) or 'not given'}"
+        for each, target, allowed in of_each
+        if target and not any(inside(target, name) for name in allowed)  # without a target: the version
+    ]
 
 
-# ---- the rules ------------------------------------------------------------------------------------------------
-
-
-def test_every_room_of_the_house_has_a_rule():
+def test_every_room_of_the_house_has_a_rule_and_imports_none_above_it():
     parts = {room_of(short(name)) for name in MODULES} - {""}
     assert parts == set(MAY_IMPORT), "a new room needs a line in MAY_IMPORT, and one in docs/architecture.md"
+    rooms = list(MAY_IMPORT)
+    for room, allowed in MAY_IMPORT.items():
+        above = [name for name in allowed if rooms.index(room_of(name)) >= rooms.index(room)]
+        assert not above, f"{room} may import {above}, which stand above it"
 
 
 def test_the_table_of_the_page_is_that_of_the_rules():
-    text = (ROOT / "docs" / "architecture.md").read_text()
     names = {room: ", ".join(f"`{name}`" for name in may) or "nothing" for room, may in MAY_IMPORT.items()}
     stages = ", ".join(f"`{name}`" for name in STAGES)
     rows = "".join(f"| `{room}` | {may.replace(stages, 'the stages')} |\n" for room, may in names.items())
-    assert rows in text.replace("`__main__.py`", "`__main__`"), rows
+    assert rows in ARCHITECTURE.read_text().replace("`__main__.py`", "`__main__`"), rows
 
 
 def test_the_map_of_the_package_names_every_file_once():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(
-        r"(?m)^\| `([\w.]+)/?` \| (.*) \|$", text[text.index("## The package") : text.index("### Inside")]
-    )
-    assert sorted(room.removesuffix(".py") for room, _ in rows) == sorted(
-        {name for name in MAY_IMPORT if "." not in name} - {"__main__"}
-    )
+    text = ARCHITECTURE.read_text()
+    text = text[text.index("## The package") : text.index("### Inside")]
+    rows = re.findall(r"(?m)^\| `([\w.]+)/?` \| (.*) \|$", text)
+    rooms = {name for name in MAY_IMPORT if "." not in name} - {"__main__"}
+    assert sorted(room.removesuffix(".py") for room, _ in rows) == sorted(rooms)
     for room, words in rows:
         folder = ROOT / PACKAGE / room
-        if not folder.is_dir():
-            continue
-        named = [name for name in re.findall(r"`([\w/]+)`", words) if name != "__init__"]
-        covered = [path for name in named for path in covered_by(folder, name)]
-        files = [path for path in folder.rglob("*.py") if path.parent != folder or path.name != "__init__.py"]
-        missing = sorted(str(path.relative_to(folder)) for path in set(files) - set(covered))
-        assert not missing, f"docs/architecture.md, the row of {room}/: it does not name {', '.join(missing)}"
-        twice = sorted({str(path.relative_to(folder)) for path in covered if covered.count(path) > 1})
-        assert not twice, f"docs/architecture.md, the row of {room}/: named twice: {', '.join(twice)}"
+        named = [name for name in re.findall(r"`([\w/]+)`", words) if name != "__init__" and folder.is_dir()]
+        covered = sorted(path for name in named for path in covered_by(folder, name) if path.suffix == ".py")
+        files = sorted(path for path in folder.rglob("*.py") if path != folder / "__init__.py")
+        assert covered == files, f"docs/architecture.md, the row of {room}/: a file is not named, or twice"
 
 
 def covered_by(folder: Path, name: str) -> list[Path]:
@@ -250,34 +226,19 @@ def covered_by(folder: Path, name: str) -> list[Path]:
     return found
 
 
-def test_no_room_imports_a_room_above_it():
-    rooms = list(MAY_IMPORT)
-    for room, allowed in MAY_IMPORT.items():
-        above = [name for name in allowed if rooms.index(room_of(name)) >= rooms.index(room)]
-        assert not above, f"{room} may import {above}, which stand above it"
+BREACHES = {
+    "model.z2all": "def f():\n    from zero2all.parallel.device import pick_device",
+    "train.trainer": "import zero2all.resilience.launch",
+    "config.schedule": "importlib.import_module('zero2all.train.trainer')",
+    "ops.config": "from zero2all.ops import registry",
+    "common.files": "if TYPE_CHECKING:\n    from zero2all.config import RunConfig",
+}
 
 
-def test_every_module_imports_only_what_its_room_may():
+def test_every_module_imports_only_what_its_room_may_and_a_breach_would_be_found():
     assert breaches(imports_of_ours()) == []
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("corpus.build", "from zero2all.tokenizer import load_tokenizer"),
-        ("model.z2all", "def f():\n    from zero2all.parallel.device import pick_device"),
-        ("train.trainer", "import zero2all.resilience.launch"),
-        ("config", "from zero2all.train.setup import prepare"),
-        ("config.schedule", "importlib.import_module('zero2all.train.trainer')"),
-        ("estimate.memory", "from zero2all.ops import registry"),
-        ("ops.config", "from zero2all.ops import registry"),
-        ("common.files", "if TYPE_CHECKING:\n    from zero2all.config import RunConfig"),
-        ("exchange", "from zero2all.evals.probes import run_probes"),
-        ("quickstart.pipeline", "from zero2all.cli.main import main"),
-    ],
-)
-def test_the_rules_catch_a_breach(module, source):
-    assert len(breaches(list(imports_of(f"{PACKAGE}.{module}", source)))) == 1
+    for module, source in BREACHES.items():
+        assert len(breaches(list(imports_of(f"{PACKAGE}.{module}", source)))) == 1, module
 
 
 def test_the_command_line_imports_stages_only_inside_functions_and_alone_knows_the_quickstart():
@@ -289,20 +250,12 @@ def test_the_command_line_imports_stages_only_inside_functions_and_alone_knows_t
     assert importers == {"cli", "quickstart"}
 
 
-# ---- circles --------------------------------------------------------------------------------------------------
-
-
-def circle_in(graph: Mapping[str, set[str]]) -> str:
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return " -> ".join(reversed(error.args[1]))
-    return ""
+def refuse_circles(graph: Mapping[str, set[str]]) -> None:
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def file_graph(modules: Mapping[str, Path], imports: list[Import]) -> dict[str, set[str]]:
-    """Module -> the modules it imports. Importing a.b.c also imports a and a.b, unless the importer lies in them: a
-    package may gather what its own files define."""
+    """Module -> the modules it imports. Importing a.b.c also imports a and a.b, unless the importer lies in them."""
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for each in imports:
         parts = each.target.split(".")
@@ -313,21 +266,17 @@ def file_graph(modules: Mapping[str, Path], imports: list[Import]) -> dict[str, 
     return graph
 
 
-def test_there_is_no_circle_over_the_files_of_the_package():
+def test_there_is_no_circle_over_the_files_of_the_package_the_benchmarks_and_the_scripts_of_a_page():
     graph = file_graph(MODULES, imports_of_ours())
-    assert circle_in(graph) == ""
+    refuse_circles(graph)
     assert sum(map(len, graph.values())) > 1000  # it has seen the house
     modules = {module_name(path): path for path in sorted((ROOT / "benchmarks").glob("*.py"))}
-    assert circle_in(file_graph(modules, all_imports(modules))) == ""
-
-
-def test_there_is_no_circle_over_the_scripts_of_a_page():
+    refuse_circles(file_graph(modules, all_imports(modules)))
     for room in ("track", "serve"):
-        files = sorted((ROOT / PACKAGE / room / "web").glob("*.js"))
-        sources = {path.name: path.read_text(encoding="utf-8") for path in files}
+        sources = {path.name: path.read_text() for path in (ROOT / PACKAGE / room / "web").glob("*.js")}
         imported = {name: set(re.findall(r"from '\./([\w.]+)'", source)) for name, source in sources.items()}
         assert len(imported) > 10
-        assert circle_in(imported) == ""
+        refuse_circles(imported)
 
 
 def test_a_circle_is_found_however_its_import_is_written():
@@ -336,23 +285,18 @@ def test_a_circle_is_found_however_its_import_is_written():
     for back in (plain, lazy, "if TYPE_CHECKING:\n    import b", "import_module('b')"):
         sources = {"a": back, "b": "import c", "c": "import a"}
         imports = [each for name, source in sources.items() for each in imports_of(name, source, modules)]
-        assert circle_in(file_graph(modules, imports)) in ("a -> b -> c -> a", "b -> c -> a -> b", "c -> a -> b -> c")
-
-
-# ---- third parties --------------------------------------------------------------------------------------------
+        with pytest.raises(graphlib.CycleError):
+            refuse_circles(file_graph(modules, imports))
 
 
 def third_parties(part: str) -> list[Import]:
-    return [
-        each
-        for each in every_import()
-        if inside(short(each.importer), part) and each.target.split(".")[0] not in (*sys.stdlib_module_names, PACKAGE)
-    ]
+    known = {*sys.stdlib_module_names, PACKAGE}
+    theirs = (each for each in every_import() if each.target.split(".")[0] not in known)
+    return [each for each in theirs if inside(short(each.importer), part)]
 
 
-@pytest.mark.parametrize("part", TRAINER)
-def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
-    for each in third_parties(part):
+def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has():
+    for each in (found for part in TRAINER for found in third_parties(part)):
         importer, library = short(each.importer), each.target.split(".")[0]
         is_kernel = inside(importer, KERNELS) and library == "triton"
         is_epilogue = importer in EPILOGUES and library == "quack"
@@ -360,19 +304,16 @@ def test_the_trainer_needs_no_more_than_a_bare_gpu_image_has(part):
         assert library in TRAINER_THIRD_PARTY or is_kernel or is_epilogue or is_lazy, each
 
 
-def users_of(is_meant: Callable[[str], bool]) -> list[Import]:
-    return [each for each in every_import() if is_meant(short(each.target))]
-
-
 def test_kernels_epilogues_and_the_tokenizers_library_are_imported_only_where_one_is_chosen():
     """They import Triton, QuACK and their like at their top; everything else must run without it."""
-    users = users_of(lambda name: inside(name, KERNELS))
+    users = [each for each in every_import() if inside(short(each.target), KERNELS)]
     assert users
     assert [str(each) for each in users if each.at_top and not inside(short(each.importer), KERNELS)] == []
-    assert {short(each.target) for each in users_of(EPILOGUES.__contains__)} == EPILOGUES
-    tokenizers = users_of(lambda name: name.split(".")[0] == "tokenizers")
+    epilogues = [each for each in users if short(each.target) in EPILOGUES]
+    assert {short(each.target) for each in epilogues} == EPILOGUES
+    tokenizers = [each for each in every_import() if each.target.split(".")[0] == "tokenizers"]
     assert {short(each.importer).split(".")[0] for each in tokenizers} == {"tokenizer"}
-    assert not any(each.at_top for each in (*users_of(EPILOGUES.__contains__), *tokenizers))
+    assert not any(each.at_top for each in (*epilogues, *tokenizers))
 
 
 def test_the_metrics_writer_and_the_estimates_need_the_standard_library_only():
@@ -399,8 +340,7 @@ def test_estimates_every_section_of_the_config_and_the_check_of_an_evaluation_lo
 def test_training_starts_without_the_libraries_of_other_stages():
     run_python("""
         import sys
-        others = ["tokenizers", "transformers", "pyarrow", "zstandard", "numba", "ray", "xxhash", "matplotlib", "rich"]
-        others += ["orjson", "libarchive", "fsspec", "huggingface_hub"]
-        sys.modules.update(dict.fromkeys(others))
+        others = "tokenizers transformers pyarrow zstandard numba ray xxhash matplotlib rich orjson libarchive fsspec"
+        sys.modules.update(dict.fromkeys([*others.split(), "huggingface_hub"]))
         import zero2all.train.run, zero2all.packed.writer
     """)

@@ -1,7 +1,4 @@
-"""Every message of the program has its Chinese, and is recognised by it.
-
-`python tests/test_language.py ROOM…` prints the messages of these rooms that have none, as JSON to fill in.
-"""
+"""Every message has its Chinese. `python tests/test_language.py ROOM…` prints those without, as JSON to fill in."""
 
 import ast
 import functools
@@ -27,25 +24,10 @@ ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))
 
 NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
 """Errors that mean a bug, or that the system words."""
-SPEAKS = {
-    "say",
-    "tell",
-    "print",
-    "t",
-    "translate",
-    "refuse",
-    "warn",
-    "message",
-    "_note",
-    "DoctorFinding",
-    "GuardFinding",
-    "RunFinding",
-    "ShapeFinding",
-}
-WORDS_OF = {
-    **{"add_verb": (2,), "add_group": (2,), "add_address": (1,)},
-    **{"progress": (0, 2), "advance": (1,), "print_table": (0, 1)},
-}
+SPEAKS = {"say", "tell", "print", "t", "translate", "refuse", "warn", "message", "_note"}
+SPEAKS |= {"DoctorFinding", "GuardFinding", "RunFinding", "ShapeFinding"}
+WORDS_OF = {"add_verb": (2,), "add_group": (2,), "add_address": (1,), "progress": (0, 2), "advance": (1,)}
+WORDS_OF |= {"print_table": (0, 1)}
 """Function -> which of its arguments a person reads."""
 SHOWN_KEYWORDS = {"help", "description", "note", "unit", "title"}
 PROSE = re.compile(r"(?<![\w`/.<=-])[A-Za-z][a-z]{2,}(?![\w`/=(]|[.:]\w)")
@@ -63,13 +45,10 @@ def messages(path: Path) -> Iterator[str]:
 
     def meant(node: ast.expr) -> list[ast.expr]:
         """The expression, or what its name is assigned."""
-        if not isinstance(node, ast.Name):
-            return [node]
-        return [each.value for each in assigned if getattr(each.targets[0], "id", None) == node.id]
+        values = [each.value for each in assigned if getattr(each.targets[0], "id", None) == getattr(node, "id", "")]
+        return values if isinstance(node, ast.Name) else [node]
 
-    for node in nodes_of(path):
-        if not isinstance(node, ast.Call):
-            continue
+    for node in (each for each in nodes_of(path) if isinstance(each, ast.Call)):
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         if name == "counted" and len(node.args) == 2:  # 3, "step" -> "3 steps"
             for noun in templates(node.args[1]):
@@ -159,23 +138,16 @@ ROOMS_WITH_TABLES = [room for room in ROOMS if table(room) and room != "common"]
 
 
 @pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
-def test_every_message_has_its_chinese(room):
+def test_every_message_has_its_chinese_and_a_table_holds_nothing_that_the_program_does_not_say(room):
     assert missing(room) == [], f"`python tests/test_language.py {room}` prints them as JSON"
-
-
-def test_a_sentence_of_two_rooms_has_one_chinese():
-    found: dict[str, set[str]] = {}
-    for room in ROOMS:
-        for english, chinese in table(room).items():
-            found.setdefault(english, set()).add(chinese)
-    assert {english: all_of_it for english, all_of_it in found.items() if len(all_of_it) > 1} == {}
-
-
-@pytest.mark.parametrize("room", ROOMS_WITH_TABLES)
-def test_a_table_holds_nothing_that_the_program_does_not_say(room):
     said = all_strings() | {template for each in ROOMS for template in needed(each)} | SAID_BY_LIBRARIES
     said |= set(map(escaped, help_texts()))
     assert [template for template in table(room) if template not in said] == []
+
+
+def test_a_sentence_of_two_rooms_has_one_chinese():
+    pairs = {pair for room in ROOMS for pair in table(room).items()}
+    assert [english for english, count in Counter(english for english, _ in pairs).items() if count > 1] == []
 
 
 @functools.cache
@@ -196,11 +168,11 @@ SAMPLES = ("/data/x.jsonl", "12,345", "name-7", "'a'", "3.5 MB", "en", "0.25", "
 def test_a_filled_sentence_is_recognised_and_keeps_its_values(room, monkeypatch):
     monkeypatch.setenv(language.LANGUAGE_VARIABLE, "zh")
     for english, chinese in table(room).items():
-        holes = len(literal_parts(english)) - 1
+        holes = range(len(literal_parts(english)) - 1)
         numbered = [name for _, name, _, _ in Formatter().parse(chinese) if name is not None]
-        used = [int(name) if name else place for place, name in enumerate(numbered)]
-        assert sorted(set(used)) == list(range(holes)), f"the holes of {english!r} and {chinese!r} differ"
-        values = [SAMPLES[place % len(SAMPLES)] for place in range(holes)]
+        used = {int(name) if name else place for place, name in enumerate(numbered)}
+        assert used == set(holes), f"the holes of {english!r} and {chinese!r} differ"
+        values = [SAMPLES[place % len(SAMPLES)] for place in holes]
         assert translate(english.format(*values)) == chinese.format(*values)
 
 
@@ -214,22 +186,18 @@ def test_the_language_is_the_flag_or_else_the_locale(monkeypatch):
     assert (padded("打包", 6), padded("pack", 6)) == ("打包  ", "pack  "), "Chinese characters take two columns"
 
 
+SMALL_TABLE = {
+    **{"{} has no field {}.": "{0} 中没有字段 {1}。", "Use {} instead.": "请改用 {}。"},
+    "Use `{}` instead.": "请改用 `{}`。",
+    **{"left: {} of {}": "{1} 中还剩 {0}", "interrupted.": "已中断。", "{} runs": "{} 次运行", "{} is here": "{} 在此"},
+    **{"time of {}": "用时：{}", "matrix products": "矩阵乘法", "tokens, {}": "词元，{}"},
+}
+
+
 @pytest.fixture
 def small_table(monkeypatch, tmp_path):
-    words = {
-        "{} has no field {}.": "{0} 中没有字段 {1}。",
-        "Use {} instead.": "请改用 {}。",
-        "Use `{}` instead.": "请改用 `{}`。",
-        "left: {} of {}": "{1} 中还剩 {0}",
-        "interrupted.": "已中断。",
-        "{} runs": "{} 次运行",
-        "{} is here": "{} 在此",
-        "time of {}": "用时：{}",
-        "matrix products": "矩阵乘法",
-        "tokens, {}": "词元，{}",
-    }
     (tmp_path / "room").mkdir()
-    (tmp_path / "room" / language.TABLE_NAME).write_text(json.dumps(words), encoding="utf-8")
+    (tmp_path / "room" / language.TABLE_NAME).write_text(json.dumps(SMALL_TABLE), encoding="utf-8")
     monkeypatch.setenv(language.LANGUAGE_VARIABLE, "zh")
     monkeypatch.setattr(language, "PACKAGE", tmp_path)
     language._tables.cache_clear()

@@ -10,6 +10,7 @@ import pytest
 from zero2all import numba_cache
 
 NOWHERE = Path("/proc/nowhere")  # cannot be made, not even by root
+CHOOSE = f"import zero2all, pathlib; chosen = zero2all.numba_cache(pathlib.Path('{NOWHERE}'))"
 
 
 def test_a_folder_that_can_be_written_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +59,7 @@ def test_compiled_code_is_never_taken_from_a_folder_that_others_could_fill(tmp_p
     temporary, other = tmp_path / "tmp", tmp_path / "other"
     temporary.mkdir()
     plant(temporary / f"zero2all-numba-{os.getuid()}", other)
-    program = (
-        "import zero2all, pathlib; found = zero2all.numba_cache(pathlib.Path('/proc/nowhere'));"
-        "print(found, found.stat().st_mode & 0o777, found.is_dir())"
-    )
+    program = f"{CHOOSE}; print(chosen, chosen.stat().st_mode & 0o777, chosen.is_dir())"
     path, *facts = output_of(program, temporary).split()
     assert Path(path).parent == temporary
     assert Path(path).name != f"zero2all-numba-{os.getuid()}"
@@ -72,8 +70,7 @@ def test_compiled_code_is_never_taken_from_a_folder_that_others_could_fill(tmp_p
 
 def test_a_kernel_is_cached_there(tmp_path: Path) -> None:
     program = (
-        "import os, zero2all, pathlib; chosen = zero2all.numba_cache(pathlib.Path('/proc/nowhere'));"
-        "os.environ['NUMBA_CACHE_DIR'] = str(chosen);"
+        f"import os; {CHOOSE}; os.environ['NUMBA_CACHE_DIR'] = str(chosen);"
         "import zero2all.corpus.channel_kernels; print(len(list(chosen.rglob('*.nbi'))))"
     )
     assert int(output_of(program, tmp_path)) > 0

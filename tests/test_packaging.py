@@ -1,9 +1,5 @@
-"""pyproject.toml and requirements.lock: every file of the package that is not Python is in a wheel, and what installed
-packages ask of one another is met by the pins, on every machine of the promise.
-
-The latter looks at the packages that are installed here, so an ordinary torch (with CUDA) checks more than a CPU build.
-`make lock` asks a registry and sees all of them.
-"""
+"""Every file of the package that is not Python is in a wheel, and what the packages that are installed here ask of one
+another is met by the pins; `make lock` asks a registry and sees all packages."""
 
 import tomllib
 from importlib.metadata import distribution
@@ -30,10 +26,8 @@ def _files(package: str, glob: str) -> list[Path]:
     return list((ROOT / "zero2all").rglob(glob) if package == "*" else ROOT.joinpath(*package.split(".")).glob(glob))
 
 
-PINS = {
-    canonicalize_name(name): version
-    for name, _, version in (line.partition("==") for line in (ROOT / "requirements.lock").read_text().splitlines())
-}
+LOCKED = [line.split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line]
+PINS = {canonicalize_name(name): version for name, version in LOCKED}
 
 
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])

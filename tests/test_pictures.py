@@ -16,8 +16,6 @@ MAX_BYTES = 200_000
 
 def load_pictures() -> ModuleType:
     spec = importlib.util.spec_from_file_location("pictures", DOCS / "pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["pictures"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -29,13 +27,10 @@ pictures = load_pictures()
 
 @pytest.mark.parametrize("name", pictures.CAPTIONS)
 def test_every_picture_is_there_in_both_themes_with_a_caption_an_alt_text_and_a_function_that_draws_it(name):
-    sizes = []
-    for path in (pictures.picture_path(name, theme) for theme in pictures.THEME_NAMES):
-        assert path.stat().st_size <= MAX_BYTES
-        with Image.open(path) as picture:
-            sizes.append(picture.size)
-    assert sizes[0] == sizes[1]
-    assert sizes[0][0] == 1440  # twice the width of a column, for sharp text on any screen
+    paths = [pictures.picture_path(name, theme) for theme in pictures.THEME_NAMES]
+    assert max(path.stat().st_size for path in paths) <= MAX_BYTES
+    ((width, _),) = {Image.open(path).size for path in paths}
+    assert width == 1440  # twice the width of a column, for sharp text on any screen
     words = pictures.CAPTIONS[name]
     assert words.caption.endswith(".")
     assert 20 < len(words.alt) < 140
@@ -57,12 +52,11 @@ def test_both_readmes_and_the_picture_show_one_run():
     record = json.loads((DOCS / "images" / "quickstart-run.json").read_text(encoding="utf-8"))
     figures = record["figures"]
     for theme in pictures.THEME_NAMES:
-        with Image.open(pictures.picture_path("result", theme)) as picture:
-            assert json.loads(picture.info["Description"]) == figures
-    bits, gzip = (
-        ", ".join(f"{channel} {figures[key][channel]:.2f}" for channel in ("code", "en", "zh"))
-        for key in ("bits per byte", "gzip")
+        assert json.loads(Image.open(pictures.picture_path("result", theme)).info["Description"]) == figures
+    of_channels = (
+        [f"{name} {figures[key][name]:.2f}" for name in ("code", "en", "zh")] for key in ("bits per byte", "gzip")
     )
+    bits, gzip = map(", ".join, of_channels)
     facts = f"{figures['all facts']:.1%}"
     for name, key in (("README.md", "printed"), ("README.zh.md", "printed_zh")):
         text = (DOCS.parent / name).read_text(encoding="utf-8")

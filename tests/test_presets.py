@@ -1,6 +1,5 @@
 """The named configs in configs/: each loads, and is what its file says."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,15 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
-def test_the_presets_of_the_issue_are_there_and_found_by_name():
+def test_the_presets_of_the_issue_are_there():
     assert {"quickstart", "four-phases", "z2all-100m", "z2all-1b", "llm-zero2all-1b", "z2all-moe"} <= set(NAMES)
     assert sorted(preset_files()) == NAMES
-    assert [find_config(name) for name in NAMES] == [CONFIGS / f"{name}.yaml" for name in NAMES]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_preset_loads_back_as_printed_is_named_after_itself_and_makes_the_vocabulary_of_its_model(name, tmp_path):
     config = load_config(name)
+    assert find_config(name) == CONFIGS / f"{name}.yaml"
     (tmp_path / "printed.yaml").write_text(config_yaml(config), encoding="utf-8")
     assert load_config(tmp_path / "printed.yaml") == config
     assert config.train.name == name
@@ -49,14 +48,9 @@ def test_the_reference_model_has_the_reference_shape_and_1255_5_million_paramete
     parts = {"embedding": 131.7, "blocks": 992.0, "head": 131.7}
     assert in_millions == {**parts, "total": 1255.5, "active": 1255.5, "matmul": 1123.7}
     assert 100e6 < parameter_counts(load_config("z2all-100m").model)["total"] < 130e6
-
-
-def test_the_quickstart_model_is_small_enough_for_minutes_on_two_cores():
-    config = load_config("quickstart")
-    assert config.model.vocab_size is None, "taken from the tokenizer, which the text may make smaller"
-    model = dataclasses.replace(config.model, vocab_size=config.tokenizer.vocab_size)
-    assert parameter_counts(model)["total"] < 3e6
-    assert config.train.steps * config.train.tokens_per_step < 2.1e6
+    quickstart = load_config("quickstart")  # minutes on two cores
+    assert quickstart.model.vocab_size is None, "taken from the tokenizer, which the text may make smaller"
+    assert quickstart.train.steps * quickstart.train.tokens_per_step < 2.1e6
 
 
 def test_the_warmup_of_a_preset_gives_way_where_a_run_has_fewer_steps():
@@ -80,11 +74,6 @@ def test_a_warmup_that_somebody_chose_for_the_run_stays_and_must_fit(tmp_path):
     own.write_text("stages: [{name: b, from_step: 50, schedule: {lr_max: 1e-4, warmup_steps: 5}}]")
     with pytest.raises(ConfigError, match="warmup_steps: got 100, expected at most 50, the number of steps"):
         load_config(own)
-
-
-def test_other_problems_are_reported_as_ever_in_a_run_with_few_steps():
-    with pytest.raises(ConfigError) as caught:
-        load_config("quickstart", ["--train.steps", "5", "--optim.lr_maxx", "3"])
-    assert [problem.field for problem in caught.value.problems] == ["optim.lr_maxx"]
-    with pytest.raises(ConfigError, match="schedule: got 5"):
-        load_config("quickstart", ["--train.steps", "5", "--schedule", "5"])
+    for words, problem in (("--optim.lr_maxx=3", "`lr_maxx`"), ("--schedule=5", "schedule: got 5")):
+        with pytest.raises(ConfigError, match=problem):
+            load_config("quickstart", ["--train.steps", "5", words])

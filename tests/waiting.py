@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def wait_until(
-    is_so: Callable[[], object], seconds: float = 300.0, why: Callable[[], object] = lambda: "waited too long"
-) -> float:
+def wait_until(is_so: Callable[[], object], seconds: float = 300.0, why: Callable[[], object] = str) -> float:
     """How long it took."""
     begun = time.monotonic()
     while not is_so():
-        assert time.monotonic() < begun + seconds, why()
+        assert time.monotonic() < begun + seconds, f"waited too long {why()}"
         time.sleep(0.01)
     return time.monotonic() - begun
 

@@ -1,8 +1,5 @@
-"""A process that has imported torch and forks a child for every program it is asked to run.
-
-Importing torch takes seconds, and the tests here start and kill dozens of trainers. Each child is a process of its own
-in every respect that matters: signals, locks, files. Requests and answers are JSON lines on stdin and stdout.
-"""
+"""A process that has imported torch, which takes seconds, and forks a child for every program it is asked to run.
+Requests and answers are JSON lines on stdin and stdout."""
 
 import ctypes
 import gc
@@ -25,8 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def run(code: str, arguments: list[str], output: str) -> None:
-    """The child: everything it prints goes to `output`. It dies with this process, so that a killed test run leaves no
-    trainers behind that compute on."""
+    """The child: everything it prints goes to `output`. It dies with this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,30 +1,21 @@
 """Distillation: its gradient is the formula's, in every layout, and the teacher is read once."""
 
 import json
-import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
 
+from tests.finetune.conftest import assert_gradients, begun, figures_and_gradients, learn
 from tests.finetune.test_finetune_data import documents
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config import ConfigError
 from zero2all.config.finetune import DistillConfig
 from zero2all.exchange import export_run
-from zero2all.finetune.distill import Distillation
-from zero2all.finetune.objectives import objective_of
 from zero2all.finetune.sft import SftOptions, prepare_sft
 from zero2all.infer.load import load_model, load_run
 from zero2all.packed.loader import LoaderOptions, read_batch
-from zero2all.parallel.world import World
 from zero2all.track.reader import RunReader
-from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.run import train
-from zero2all.train.setup import prepare
-from zero2all.train.step_timer import StepTimer
-from zero2all.train.train_step import forward_backward
 
 SETTINGS = ("--train.precision", "float64", "--optim.lr_max", "1e-2", "--optim.kind", "adamw")
 FOUR_STEPS = ("--train.steps", "4", "--train.tokens_per_step", "512", "--validation.every_steps", "0")
@@ -37,24 +28,13 @@ def prepared(work, chats, *overrides, teacher="tiny", valid_share=0.1):
     return prepare_sft("tiny", work, asked)
 
 
-def weights_of(work):
-    return {name: tensor.clone() for name, tensor in load_run(work, "pupil").weights().items()}
-
-
 @pytest.mark.parametrize(("k", "alpha"), [(1, 0.0), (8, 0.5), (40, 0.2)])
 def test_loss_and_gradient_are_those_of_the_formula_over_the_whole_vocabulary(work, chats, k, alpha):
     words = (f"--finetune.distill.top_k={k}", f"--finetune.distill.alpha={alpha}", "--train.micro_batch_samples=3")
     run = prepared(work, chats, *words, valid_share=0.0)
-    world, store = World(), CheckpointStore(run.run)
-    context, state = prepare(run.config, work, world, store)
-    store.close()
-    objective = Distillation(context)
-    objective.begin(state)
-    rows = run.report["rows"]["train"]
-    batch = read_batch(state.data, 0, rows, LoaderOptions(documents=True))
-    _, _, numbers = forward_backward(state, batch, run.config, world, StepTimer(world.device), objective)
-    found = {name: parameter.grad.clone() for name, parameter in state.model.named_parameters()}
-    state.weights.zero_gradients()
+    objective, state = begun(work, run)
+    batch = read_batch(state.data, 0, run.report["rows"]["train"], LoaderOptions(documents=True))
+    said, gradients = figures_and_gradients(run, state, batch, objective)
 
     teacher, kept = load_model("tiny", work).model, objective.kept["train"]
     losses, divergences, at = [], [], 0
@@ -76,37 +56,34 @@ def test_loss_and_gradient_are_those_of_the_formula_over_the_whole_vocabulary(wo
     kl = torch.cat(divergences).mean()
     loss = alpha * torch.cat(losses).mean() + (1 - alpha) * kl
     loss.backward()
-    said = objective.report(dict(zip(objective.metrics, numbers.tolist(), strict=True)))
     assert said == pytest.approx({"loss/distill": loss.item(), "kl": kl.item()}, rel=1e-9)
-    for name, parameter in state.model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert_gradients(state.model, gradients)
 
 
-def test_the_teacher_is_learned_and_a_killed_run_goes_on_with_the_same_bits(work, chats, start):
+def test_the_teacher_is_learned_and_a_killed_run_goes_on_with_the_same_bits(work, chats, killed_run_keeps_its_bits):
     asked = ("--checkpoint.every_steps", "3", "--train.steps", "8", "--validation.every_steps", "2")
-    asked = (*asked, "--finetune.distill.alpha=0")
-    run = prepared(work, chats, *asked)
-    [kept] = (work.root / "sft/pupil").glob("teacher-*")
-    written = (kept / "train-logps.npy").stat().st_mtime_ns
-    train(run.config, work, say=lambda _: None, make_objective=objective_of)
+    read_at, run = set(), None
+
+    def begin():
+        nonlocal run
+        run = prepared(work, chats, *asked, "--finetune.distill.alpha=0")
+        read_at.update(each.stat().st_mtime_ns for each in (work.root / "sft/pupil").glob("teacher-*/train-logps.npy"))
+        return run
+
+    killed_run_keeps_its_bits(begin, [5])
+    assert len(read_at) == 1, "the teacher is read once"
     for name in ("loss/distill", "kl", "eval/valid/kl"):
         values = RunReader(work.run("pupil")).series(name).value
         assert 0 < values[-1] < 0.8 * values[0], name
-    exact = weights_of(work)
-    shutil.rmtree(run.run)
-    run = prepared(work, chats, *asked)
-    assert (kept / "train-logps.npy").stat().st_mtime_ns == written, "the teacher is read once"
-    assert start(run.config, 1, signals={0: (5, signal.SIGKILL, 0.0)}).wait() == [-signal.SIGKILL]
-    start.finished(run.config, 1)
-    assert all(torch.equal(tensor, exact[name]) for name, tensor in weights_of(work).items())
+    [kept] = (work.root / "sft/pupil").glob("teacher-*")
     values = bytearray((kept / "train-logps.npy").read_bytes())
     values[-1] ^= 1
     (kept / "train-logps.npy").write_bytes(values)
     with pytest.raises(BadInputError, match="is missing or damaged: it has what the teacher says of each token"):
-        train(run.config, work, say=lambda _: None, make_objective=objective_of)
+        learn(run, work)
 
 
-@pytest.mark.parametrize("layout", [{}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}], ids=str)
 def test_every_layout_gives_the_losses_and_weights_of_one_process(work, chats, same_in, layout):
     names = ("loss/distill", "kl", "loss", "grad_norm", "eval/valid/kl", "eval/valid/loss/distill")
     same_in(lambda: prepared(work, chats, *FOUR_STEPS), names, layout)
@@ -120,13 +97,12 @@ def test_what_cannot_be_learned_from_is_refused_with_one_message(work, chats, tm
     assert [problem.field for problem in error.value.problems] == ["data.document_mask", "ops.linear_cross_entropy"]
     theirs = tmp_path / "theirs"
     export_run(load_run(work, "tiny"), work.tokenizer, theirs)
-    file = theirs / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
+    file, known = theirs / "model.safetensors", json.loads((theirs / "tokenizer.json").read_text())
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
     with pytest.raises(BadInputError, match=r"model\.safetensors"):
         prepared(work, chats, teacher=str(theirs))
-    shutil.rmtree(theirs)
-    export_run(load_run(work, "tiny"), work.tokenizer, theirs)
-    known = json.loads((theirs / "tokenizer.json").read_text())
+    file.write_bytes(whole)
     first, *_, last = vocab = known["model"]["vocab"]
     vocab[first], vocab[last] = vocab[last], vocab[first]
     (theirs / "tokenizer.json").write_text(json.dumps(known))
@@ -135,14 +111,11 @@ def test_what_cannot_be_learned_from_is_refused_with_one_message(work, chats, tm
     assert not work.run("pupil").exists()
 
 
-def test_a_hugging_face_folder_teaches_adapters_by_the_verb(work, chats, tmp_path, capfd):
-    from zero2all.cli.main import main
-
-    theirs = str(tmp_path / "theirs")
-    export_run(load_run(work, "tiny"), work.tokenizer, tmp_path / "theirs", tokenizer_layout="compatible")
-    words = ["sft", "tiny", "--step", "15", "--teacher", theirs, "--data", str(chats), "--work", str(work.root)]
-    assert main([*words, "--lora", "4", "--finetune.distill.alpha", "0", "--train.steps", "2"]) == 0
-    assert load_run(work, "tiny-sft").config.finetune.distill == DistillConfig(theirs, alpha=0.0)
+def test_a_hugging_face_folder_teaches_adapters_by_the_verb(work, chats, tmp_path, z2a):
+    theirs = tmp_path / "theirs"
+    export_run(load_run(work, "tiny"), work.tokenizer, theirs, tokenizer_layout="compatible")
+    words = ["sft", "tiny", "--step", 15, "--teacher", theirs, "--data", chats, "--work", work.root]
+    z2a.done(*words, "--lora", 4, "--finetune.distill.alpha", 0, "--train.steps", 2)
+    assert load_run(work, "tiny-sft").config.finetune.distill == DistillConfig(str(theirs), alpha=0.0)
     assert RunReader(work.run("tiny-sft")).series("kl").value[-1] > 0
-    assert main([*words, "--replay", "0.1"]) == 2
-    assert "A teacher reads only conversations. Leave out --replay or --teacher." in capfd.readouterr().err
+    assert "A teacher reads only conversations." in z2a.refused(2, *words, "--replay", 0.1)

@@ -1,33 +1,24 @@
 """Preference tuning: its gradient is the formula's, in every layout, and what it needs is computed once."""
 
 import json
-import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.finetune.test_finetune_data import lines
+from tests.finetune.conftest import assert_gradients, begun, figures_and_gradients, learn, move
+from tests.finetune.test_finetune_data import documents, left_out, lines
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config.finetune import PAIRS
 from zero2all.finetune.data import DataOptions, pack_conversations
 from zero2all.finetune.dpo import prepare_dpo
-from zero2all.finetune.objectives import objective_of
-from zero2all.finetune.preference import Preference
 from zero2all.finetune.sft import SftOptions
 from zero2all.infer.load import load_run
 from zero2all.packed.loader import LoaderOptions, read_batch
-from zero2all.packed.shard_format import open_split
-from zero2all.parallel.world import World
 from zero2all.tokenizer import load_tokenizer
 from zero2all.track.reader import RunReader
-from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.run import train
-from zero2all.train.setup import prepare
-from zero2all.train.step_timer import StepTimer
-from zero2all.train.train_step import forward_backward
+from zero2all.train.saved_config import load_run_config
 
 FOUR_ROWS = ("--train.steps", "4", "--train.tokens_per_step", "512", "--validation.every_steps", "0")
 SETTINGS = ("--train.precision", "float64", "--optim.lr_max", "1e-3", "--optim.kind", "adamw")
@@ -46,17 +37,6 @@ def prepared(work, path, *overrides, **changes):
     return prepare_dpo("tiny", work, SftOptions("pref", [path], 1.0, overrides=[*SETTINGS, *overrides], **changes))
 
 
-def trained(run, work, **options):
-    return train(run.config, work, say=lambda _: None, make_objective=objective_of, **options)
-
-
-def documents(folder, split="train"):
-    opened = open_split(folder, "pairs", split)
-    tokens, mask = opened.read(0, opened.tokens), opened.read_mask(0, opened.tokens)
-    starts = np.concatenate([opened.docs[n].astype(int) for n in range(len(opened.docs))])[1:]
-    return list(zip(np.split(tokens, starts), np.split(mask, starts), strict=True))
-
-
 def logps_alone(model, found):
     """The log-probability of every answer, scored by itself, (pairs, 2), and the loss of a chosen token."""
     sums, chosen = [], []
@@ -69,39 +49,23 @@ def logps_alone(model, found):
     return torch.stack(sums).view(-1, 2), torch.cat(chosen).mean()
 
 
-# ---- the loss -------------------------------------------------------------------------------------------------
+ALL_OF_IT = {"beta": 2.0, "normalise": True, "label_smoothing": 0.1, "sft_weight": 0.3}
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"beta": 0.5, "label_smoothing": 0.2},
-        {"normalise": True},
-        {"beta": 2.0, "normalise": True, "label_smoothing": 0.1, "sft_weight": 0.3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("asked", [{}, {"beta": 0.5, "label_smoothing": 0.2}, {"normalise": True}, ALL_OF_IT], ids=str)
 def test_loss_and_gradient_are_those_of_the_formula_with_every_answer_scored_alone(work, pairs, asked):
     words = [f"--finetune.dpo.{name}={value}" for name, value in asked.items()]
     run = prepared(work, pairs, *words, "--train.micro_batch_samples", "3", valid_share=0.0)
-    world, store = World(), CheckpointStore(run.run)
-    context, state = prepare(run.config, work, world, store)
-    store.close()
-    objective = Preference(context)
-    objective.begin(state)
-    found = documents(work.root / "dpo/pref")
+    objective, state = begun(work, run)
+    found = documents(work.root / "dpo/pref", source="pairs")
     with torch.no_grad():
         reference, _ = logps_alone(state.model, found)
         torch.testing.assert_close(objective.reference["train"], reference, rtol=1e-12, atol=1e-12)
-        for number, parameter in enumerate(state.model.parameters()):  # the policy has moved
-            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+    move(state.model)
     rows = run.report["rows"]["train"]
     assert rows < 30, "several pairs stand in a row"
     batch = read_batch(state.data, 0, rows, LoaderOptions(documents=True))
-    _, _, numbers = forward_backward(state, batch, run.config, world, StepTimer(world.device), objective)
-    found_gradients = {name: parameter.grad.clone() for name, parameter in state.model.named_parameters()}
-    state.weights.zero_gradients()
+    said, gradients = figures_and_gradients(run, state, batch, objective)
 
     policy, sft_loss = logps_alone(state.model, found)
     beta = asked.get("beta", 5.0 if asked.get("normalise") else 0.1)
@@ -110,33 +74,17 @@ def test_loss_and_gradient_are_those_of_the_formula_with_every_answer_scored_alo
     margin, e = beta * (h[:, 0] - h[:, 1]), asked.get("label_smoothing", 0.0)
     loss = (-(1 - e) * torch.log(torch.sigmoid(margin)) - e * torch.log(torch.sigmoid(-margin))).mean()
     (loss + asked.get("sft_weight", 0.0) * sft_loss).backward()
-    said = objective.report(dict(zip(objective.metrics, numbers.tolist(), strict=True)))
-    expected = {
-        "loss/dpo": loss.item(),
-        "rewards/chosen": beta * h[:, 0].mean().item(),
-        "rewards/rejected": beta * h[:, 1].mean().item(),
-        "rewards/margins": margin.mean().item(),
-        "rewards/accuracies": (margin > 0).double().mean().item(),
-        "logps/chosen": policy[:, 0].mean().item(),
-        "logps/rejected": policy[:, 1].mean().item(),
-        "lengths/chosen": lengths[:, 0].mean().item(),
-        "lengths/rejected": lengths[:, 1].mean().item(),
-    }
-    assert said == pytest.approx(expected, rel=1e-10)
-    for name, parameter in state.model.named_parameters():
-        torch.testing.assert_close(found_gradients[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+    expected = {"loss/dpo": loss, "rewards/margins": margin, "rewards/accuracies": (margin > 0).double()}
+    for column, name in enumerate(("chosen", "rejected")):
+        each = {"rewards": beta * h, "logps": policy, "lengths": lengths}
+        expected |= {f"{kind}/{name}": values[:, column] for kind, values in each.items()}
+    assert said == pytest.approx({name: values.mean().item() for name, values in expected.items()}, rel=1e-10)
+    assert_gradients(state.model, gradients)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------
-
-
-def weights_of(work):
-    return {name: tensor.clone() for name, tensor in load_run(work, "pref").weights().items()}
-
-
-def test_a_run_prefers_what_was_chosen_and_says_so_and_goes_on_with_the_same_bits(work, pairs, start):
-    run = prepared(work, pairs, "--checkpoint.every_steps", "3", "--train.steps", "8", valid_share=0.2)
-    trained(run, work)
+def test_a_run_prefers_what_was_chosen_and_keeps_its_bits_where_it_was_killed(work, pairs, killed_run_keeps_its_bits):
+    words = ("--checkpoint.every_steps", "3", "--train.steps", "8")
+    killed_run_keeps_its_bits(lambda: prepared(work, pairs, *words, valid_share=0.2), [5])
     reader = RunReader(work.run("pref"))
     first, last = (reader.series("loss/dpo").value[at] for at in (0, -1))
     assert first == pytest.approx(np.log(2), abs=1e-12), "the policy is the reference"
@@ -144,56 +92,36 @@ def test_a_run_prefers_what_was_chosen_and_says_so_and_goes_on_with_the_same_bit
     held_out = reader.series("eval/valid/rewards/margins").value
     assert held_out[-1] > held_out[0] > 0
     assert reader.series("eval/valid/rewards/accuracies").value[-1] == 1.0
-    exact = weights_of(work)
-    again = prepared(work, pairs, "--checkpoint.every_steps", "3", "--train.steps", "8", valid_share=0.2)
-    assert not again.is_new
-    shutil.rmtree(run.run)
-    run = prepared(work, pairs, "--checkpoint.every_steps", "3", "--train.steps", "8", valid_share=0.2)
-    assert start(run.config, 1, signals={0: (5, signal.SIGKILL, 0.0)}).wait() == [-signal.SIGKILL]
-    start.finished(run.config, 1)
-    assert all(torch.equal(tensor, exact[name]) for name, tensor in weights_of(work).items())
     [kept] = (work.root / "dpo/pref").glob("reference-*/train.f64")
-    assert kept.stat().st_size == 16 * len(documents(work.root / "dpo/pref")) // 2
+    assert kept.stat().st_size == 16 * len(documents(work.root / "dpo/pref", source="pairs")) // 2
 
 
-@pytest.mark.parametrize("layout", [{}, {"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"zero": 3}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_every_layout_gives_the_losses_and_weights_of_one_process(work, pairs, same_in, layout):
     names = ("loss/dpo", "rewards/margins", "loss", "grad_norm", "eval/valid/loss/dpo", "eval/valid/logps/chosen")
     same_in(lambda: prepared(work, pairs, *FOUR_ROWS, valid_share=0.1), names, layout)
 
 
 def test_a_lost_reference_and_new_weights_are_refused(work, pairs):
-    run = prepared(work, pairs)
-    trained(run, work)
+    run = prepared(work, pairs, "--train.steps", "2")
+    learn(run, work)
     with pytest.raises(UsageError, match="--fresh would draw new weights"):
-        trained(run, work, fresh=True)
+        learn(run, work, fresh=True)
     [folder] = (work.root / "dpo/pref").glob("reference-*")
     values = bytearray((folder / "train.f64").read_bytes())
     values[3] ^= 1
     (folder / "train.f64").write_bytes(values)
     with pytest.raises(BadInputError, match="is missing or damaged: it has what the base gives"):
-        trained(run, work)
+        learn(run, work)
 
 
-def test_the_verb_prepares_a_run_with_what_was_asked(work, pairs, capfd):
-    from zero2all.cli.main import main
-
-    words = ["dpo", "tiny", "--data", str(pairs), "--work", str(work.root), "--normalise", "--sft-weight", "0.1"]
-    assert main([*words, "--prepare"]) == 0
-    assert "pairs: 40 of 40 (prompt 40)" in capfd.readouterr().out
-    config = prepare_dpo(
-        "tiny",
-        work,
-        SftOptions(
-            "tiny-dpo", [pairs], 1.0, overrides=["--finetune.dpo.normalise=true", "--finetune.dpo.sft_weight=0.1"]
-        ),
-    ).config
-    assert config.finetune.dpo.strength == 5.0
+def test_the_verb_prepares_a_run_with_what_was_asked(work, pairs, z2a):
+    words = ["dpo", "tiny", "--data", pairs, "--work", work.root, "--normalise", "--sft-weight", 0.1]
+    assert "pairs: 40 of 40 (prompt 40)" in z2a.done(*words, "--prepare")
+    config = load_run_config(work.run("tiny-dpo"))
+    assert (config.finetune.dpo.strength, config.finetune.dpo.sft_weight) == (5.0, 0.1)
     assert (config.optim.lr_max, config.data.seq_len) == (1e-6, 2 * load_run(work, "tiny").config.data.seq_len)
     assert json.loads((work.run("tiny-dpo") / "finetune.json").read_text())["base"] == "tiny"
-
-
-# ---- pairs ----------------------------------------------------------------------------------------------------
 
 
 def messages(*texts):
@@ -214,30 +142,37 @@ FORMS = {
 }
 
 
+@pytest.fixture
+def packed(trained_workspace, tmp_path):
+    """A function that packs pairs; returns the report and the documents."""
+
+    def pack(rows, seq_len=64, valid_share=0.0, tokenizer=trained_workspace.tokenizer):
+        path, folder = lines(tmp_path / "pairs.jsonl", rows), tmp_path / "out"
+        report = pack_conversations([path], tokenizer, folder, DataOptions(seq_len, valid_share, PAIRS))
+        return report, documents(folder, source="pairs")
+
+    return pack
+
+
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_pair_of_which_only_the_answers_count(trained_workspace, tmp_path, form):
-    path = lines(tmp_path / "pairs.jsonl", [FORMS[form]])
-    options = DataOptions(64, 0.0, PAIRS)
-    report = pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", options)
+def test_every_form_gives_the_same_pair_of_which_only_the_answers_count(packed, trained_workspace, form):
+    report, found = packed([FORMS[form]])
     assert (report["read"], report["kept"]) == (1, 1)
-    tokenizer, found = load_tokenizer(trained_workspace.tokenizer), documents(tmp_path / "out")
+    tokenizer = load_tokenizer(trained_workspace.tokenizer)
     said = [tokenizer.decode(ids[mask > 0].tolist(), skip_control=False) for ids, mask in found]
     assert said == ["yes<|message_end|>", "no<|message_end|>"]
-    prompts = [tokenizer.decode(ids[mask == 0].tolist()) for ids, mask in found]
-    assert prompts[0] == prompts[1]
-    assert "q 1" in prompts[0]
+    (prompt,) = {tokenizer.decode(ids[mask == 0].tolist()) for ids, mask in found}
+    assert "q 1" in prompt
 
 
-def test_earlier_answers_and_a_common_beginning_belong_to_the_prompt(trained_workspace, tmp_path):
+def test_earlier_answers_and_a_common_beginning_belong_to_the_prompt(packed, trained_workspace):
     row = {"chosen": messages("q", "a", "r", "yes"), "rejected": messages("q", "a", "r", "no"), "system": "be kind"}
-    path = lines(tmp_path / "pairs.jsonl", [row])
-    pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", DataOptions(128, 0.0, PAIRS))
-    tokenizer = load_tokenizer(trained_workspace.tokenizer)
-    said = [tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in documents(tmp_path / "out")]
+    tokenizer, (_, found) = load_tokenizer(trained_workspace.tokenizer), packed([row], seq_len=128)
+    said = [tokenizer.decode(ids[mask > 0].tolist()) for ids, mask in found]
     assert said == ["yes", "no"]
 
 
-def test_bad_pairs_are_counted_named_and_the_rest_goes_on(trained_workspace, tmp_path):
+def test_bad_pairs_are_counted_named_and_the_rest_goes_on(packed, tmp_path):
     bad = {
         "equal_answers": {"prompt": "q", "chosen": "a", "rejected": "a"},
         "empty_answer": {"prompt": "q", "chosen": "a", "rejected": " "},
@@ -248,25 +183,22 @@ def test_bad_pairs_are_counted_named_and_the_rest_goes_on(trained_workspace, tmp
         "not_text": {"prompt": "q", "chosen": None, "rejected": "b"},
         "duplicate": pair(1),
     }
-    path = lines(tmp_path / "pairs.jsonl", [pair(1), *bad.values(), pair(2)])
-    report = pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", DataOptions(64, 0.0, PAIRS))
+    report, _ = packed([pair(1), *bad.values(), pair(2)])
     assert report["left_out"] == dict.fromkeys(bad, 1)
     assert (report["read"], report["kept"]) == (len(bad) + 2, 2)
-    named = [json.loads(line) for line in (tmp_path / "out/left_out.jsonl").read_text().splitlines()]
-    assert {each["reason"]: (each["file"], each["place"][:4]) for each in named} == dict.fromkeys(
-        bad, ("pairs.jsonl", "byte")
-    )
+    named = {each["reason"]: (each["file"], each["place"][:4]) for each in left_out(tmp_path / "out")}
+    assert named == dict.fromkeys(bad, ("pairs.jsonl", "byte"))
 
 
-def test_a_template_that_drops_the_prompt_is_named_and_what_is_held_out_follows_the_prompt(work, tmp_path):
+def test_a_template_that_drops_the_prompt_is_named_and_what_is_held_out_follows_the_prompt(packed, work, tmp_path):
     rows = [{**pair(n % 20), "chosen": f"a {n}"} for n in range(100)]
-    folder, path = tmp_path / "out", lines(tmp_path / "pairs.jsonl", rows)
-    pack_conversations([path], work.tokenizer, folder, DataOptions(128, 0.3, PAIRS))
-    prompts = [{bytes(ids[mask == 0]) for ids, mask in documents(folder, split)} for split in ("train", "valid")]
+    _, found = packed(rows, 128, 0.3)
+    held_out = documents(tmp_path / "out", "valid", "pairs")
+    prompts = [{bytes(ids[mask == 0]) for ids, mask in split} for split in (found, held_out)]
     assert not prompts[0] & prompts[1]
     assert len(prompts[0] | prompts[1]) == 20
     (work.tokenizer / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(BadInputError, match="template 100"):
-        pack_conversations([path], work.tokenizer, folder, DataOptions(128, 0.3, PAIRS))
-    first = json.loads((folder / "left_out.jsonl").read_text().splitlines()[0])
+        packed(rows, 128, 0.3, work.tokenizer)
+    first = left_out(tmp_path / "out")[0]
     assert (first["place"], first["detail"]) == ("byte 0", "The template leaves out what message 1 says.")

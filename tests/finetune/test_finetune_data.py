@@ -1,6 +1,7 @@
 """Files of conversations become packed rows; every row is kept or left out by a reason, and named."""
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -24,8 +25,12 @@ def lines(path, rows):
     return path
 
 
-def documents(folder, split):
-    opened = open_split(folder, "chat", split)
+def left_out(folder):
+    return [json.loads(line) for line in (folder / "left_out.jsonl").read_text().splitlines()]
+
+
+def documents(folder, split="train", source="chat"):
+    opened = open_split(folder, source, split)
     tokens, mask = opened.read(0, opened.tokens), opened.read_mask(0, opened.tokens)
     starts = np.concatenate([each.astype(int) for each in (opened.docs[n] for n in range(len(opened.docs)))])
     return list(zip(np.split(tokens, starts[1:]), np.split(mask, starts[1:]), strict=True))
@@ -49,14 +54,12 @@ def test_every_format_gives_the_same_conversations(packed, tmp_path, trained_wor
     (source / "b.json").write_text(json.dumps([row(2), row(3)], indent=1))
     pq.write_table(pa.Table.from_pylist([row(4), {**row(5), "extra": "x"}]), source / "c.parquet")
     (source / "d.csv").write_text("instruction,output\nq 6,a 6\n")
-    (source / "log.csv").write_text(
-        "conversation,role,message\n1,user,q 7\n2,user,q 8\n1,assistant,a 7\n2,assistant,a 8\n"
-    )
-    (source / "e.csv").write_text(
-        'id,message\n1,"[{""role"": ""user"", ""content"": ""q 11""}, {""from"": ""gpt"", ""value"": ""a 11""}]"\n'
-    )
+    said = "1,user,q 7\n2,user,q 8\n1,assistant,a 7\n2,assistant,a 8\n"
+    (source / "log.csv").write_text(f"conversation,role,message\n{said}")
+    talk = '[{""role"": ""user"", ""content"": ""q 11""}, {""from"": ""gpt"", ""value"": ""a 11""}]'
+    (source / "e.csv").write_text(f'id,message\n1,"{talk}"\n')
     (source / "one.json").write_text(json.dumps(row(9)["messages"], indent=1))
-    (source / "two.jsonl").write_text("".join(json.dumps(each) + "\n" for each in row(10)["messages"]))
+    lines(source / "two.jsonl", row(10)["messages"])
     report, folder = packed(source)
     assert (report["read"], report["kept"], report["left_out"]) == (11, 11, {})
     assert report["forms"] == {"messages": 6, "alpaca": 1, "log": 8}
@@ -71,35 +74,27 @@ def test_every_format_gives_the_same_conversations(packed, tmp_path, trained_wor
 
 
 def test_bad_rows_are_counted_named_and_the_rest_goes_on(packed, tmp_path):
-    bad = [
-        {"messages": [{"role": "user", "content": "q"}]},
-        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]},
-        {"messages": row(1)["messages"][::-1]},
-        '{"messages": [{"role"\n',
-        row(1),
-        {"messages": [{"role": "user", "content": "word " * 200}, {"role": "assistant", "content": "a"}]},
-    ]
+    asked, said = row(1)["messages"]
+    talks = [[asked], [asked, said | {"content": ""}], [said, asked], [asked | {"content": "word " * 200}, said]]
+    bad = [*({"messages": talk} for talk in talks), '{"messages": [{"role"\n', row(1)]
     report, folder = packed(lines(tmp_path / "chats.jsonl", [row(1), *bad, row(2)]))
     reasons = ("no_assistant_turn", "empty_answer", "roles_out_of_order", "duplicate", "too_long")
     assert {name: report["left_out"][name] for name in reasons} == dict.fromkeys(reasons, 1)
     assert report["read"] == 8 == report["kept"] + sum(report["left_out"].values())
     assert report["kept"] == 2
-    named = [json.loads(line) for line in (folder / "left_out.jsonl").read_text().splitlines()]
+    named = left_out(folder)
     assert len(named) == 6
     assert all(each["file"] == "chats.jsonl" and each["place"].startswith("byte") for each in named)
     assert report["examples"]["roles_out_of_order"].startswith("chats.jsonl, byte")
 
 
 def test_a_template_that_drops_messages_is_named_with_the_record(trained_workspace, tmp_path):
-    import shutil
-
-    tokenizer = tmp_path / "tokenizer"
-    shutil.copytree(trained_workspace.tokenizer, tokenizer)
+    tokenizer = shutil.copytree(trained_workspace.tokenizer, tmp_path / "tokenizer")
     (tokenizer / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     path = lines(tmp_path / "chats.jsonl", [row(1)])
     with pytest.raises(BadInputError, match=r"nothing to learn from .* template 1"):
         pack_conversations([path], tokenizer, tmp_path / "out", DataOptions(64))
-    [named] = [json.loads(line) for line in (tmp_path / "out/left_out.jsonl").read_text().splitlines()]
+    [named] = left_out(tmp_path / "out")
     assert (named["file"], named["place"], named["reason"]) == ("chats.jsonl", "byte 0", "template")
     assert "leaves out what message 1 says" in named["detail"]
 
@@ -107,13 +102,12 @@ def test_a_template_that_drops_messages_is_named_with_the_record(trained_workspa
 def test_what_is_held_out_stays_so_when_data_is_added(packed, tmp_path):
     path = lines(tmp_path / "chats.jsonl", map(row, range(200)))
     _, folder = packed(path, valid_share=0.2)
-    before = {tuple(ids.tolist()) for ids, _ in documents(folder, "valid")}
+    before = {bytes(ids) for ids, _ in documents(folder, "valid")}
     lines(path, map(row, range(400)))
     report, folder = packed(path, valid_share=0.2)
-    after = {tuple(ids.tolist()) for ids, _ in documents(folder, "valid")}
+    train, after = ({bytes(ids) for ids, _ in documents(folder, split)} for split in ("train", "valid"))
     assert 20 < len(before) < 60
     assert before < after
-    train = {tuple(ids.tolist()) for ids, _ in documents(folder, "train")}
     assert not train & after
     assert len(train) + len(after) == report["kept"] == 400
 

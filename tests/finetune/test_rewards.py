@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.pages import ROOT
+from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.config.finetune import GrpoConfig
 from zero2all.finetune.rewards import JudgedAnswer, Rewards
@@ -19,9 +20,8 @@ def judged(name, text, calls=0, **record):
     return rewards.values([JudgedAnswer(text, text, calls, record)])[0][name]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "record", "value"),
-    [
+def test_rules():
+    for name, text, record, value in (
         ("exact", " yes\n", {"answer": "yes"}, 1),
         ("exact", "yes!", {"answer": "yes"}, 0),
         ("exact", "7", {"answer": 7}, 1),
@@ -35,10 +35,8 @@ def judged(name, text, calls=0, **record):
         ("format", " <b>12</b>", {}, 0),
         ("code", "Here:\n```python\ndef f(x):\n    return x + 1\n```", {"tests": "assert f(1) == 2"}, 1),
         ("code", "def f(x): return x", {"tests": "assert f(1) == 2"}, 0),
-    ],
-)
-def test_rules(name, text, record, value):
-    assert judged(name, text, **record) == value
+    ):
+        assert judged(name, text, **record) == value
 
 
 def test_calls_have_a_price_and_the_first_reward_says_what_is_right():
@@ -64,38 +62,26 @@ def score(answer, record):
 """
 
 
-def test_a_function_that_raises_hangs_or_dies_leaves_answers_out_and_goes_on(tmp_path):
+@pytest.fixture
+def mine(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
-    rewards = Rewards(GrpoConfig(rewards={f"{tmp_path}/mine.py:score": 1.0}, reward_seconds=1.0))
-    started = time.monotonic()
+    return lambda seconds: Rewards(GrpoConfig(rewards={f"{tmp_path}/mine.py:score": 1.0}, reward_seconds=seconds))
+
+
+def test_a_function_that_raises_hangs_or_dies_leaves_answers_out_and_goes_on(mine):
+    rewards, started = mine(1.0), time.monotonic()
     words = ["ab", "raise", "abc", "hang", "nan", "text", "die", "unknown", "abcd", "fork", "abc"]
     values = rewards.values([JudgedAnswer(word, word, 1, {"more": 10}) for word in words])
-    assert [next(iter(each.values())) for each in values] == [
-        13,
-        None,
-        14,
-        None,
-        None,
-        None,
-        None,
-        None,
-        15,
-        *values[9].values(),
-        14,
-    ]
-    assert next(iter(values[9].values())) in (15, -1.0), "whichever process of a fork is first; the next is not shifted"
-    said = "\n".join(rewards.failures)
-    for reason in (
-        *("RuntimeError: I cannot", "longer than 1 s", "the value is nan", "ValueError", "has ended", "returned None"),
-    ):
-        assert reason in said
+    found = [next(iter(each.values())) for each in values]
+    assert found.pop(9) in (15, -1.0), "whichever process of a fork is first; the next is not shifted"
+    assert found == [13, None, 14, *[None] * 5, 15, 14]
+    reasons = ("RuntimeError: I cannot", "longer than 1 s", "is nan", "ValueError", "has ended", "returned None")
+    assert [reason for reason in reasons if reason not in "\n".join(rewards.failures)] == []
     assert time.monotonic() - started < 30, "a process that hangs is killed"
 
 
-def test_after_three_hangs_in_a_step_the_other_answers_are_not_tried(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    rewards = Rewards(GrpoConfig(rewards={f"{tmp_path}/mine.py:score": 1.0}, reward_seconds=0.2))
-    started = time.monotonic()
+def test_after_three_hangs_in_a_step_the_other_answers_are_not_tried(mine):
+    rewards, started = mine(0.2), time.monotonic()
     values = rewards.values([JudgedAnswer("hang", "", 0, {})] * 50)
     assert {next(iter(each.values())) for each in values} == {None}
     assert time.monotonic() - started < 20
@@ -114,35 +100,27 @@ def test_nothing_that_a_function_has_started_outlives_the_program(tmp_path):
     )
     for word, code in (("ended", 0), ("killed", -signal.SIGKILL)):
         program = (
-            "from zero2all.config.finetune import GrpoConfig\n"
-            "from zero2all.finetune.rewards import JudgedAnswer, Rewards\n"
+            "from zero2all.finetune.rewards import GrpoConfig, JudgedAnswer, Rewards\n"
             f"rewards = Rewards(GrpoConfig(rewards={{'{tmp_path}/mine.py:score': 1.0}}, reward_seconds=600))\n"
             f"rewards.values([JudgedAnswer('{word}', '', 0, {{}})])\n"
         )
-        child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-        deadline = time.monotonic() + 60
-        while not ((tmp_path / word).exists() and (tmp_path / word).read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        child, path = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT), tmp_path / word
+        wait_until(lambda path=path: path.exists() and path.read_text())
         if code:
             child.kill()
-        assert child.wait(60) == code
-        judge = int((tmp_path / word).read_text())
-        while psutil.pid_exists(judge) and psutil.Process(judge).status() != "zombie" and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not psutil.pid_exists(judge) or psutil.Process(judge).status() == "zombie"
+        assert child.wait() == code
+        judge = int(path.read_text())
+        wait_until(lambda judge=judge: not psutil.pid_exists(judge) or psutil.Process(judge).status() == "zombie")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
+def test_what_cannot_be_a_reward_is_named(tmp_path):
+    for name, text, said in (
         ("{}/mine.py:score", "import nothing_of_this_name", "ModuleNotFoundError"),
         ("{}/mine.py:score", "def other(): pass", "AttributeError"),
         ("{}/none.py:score", "", "There is no file"),
         ("exakt", "", "There is no reward 'exakt'. Expected: exact, number, code, calls, format, or FILE.py:FUNCTION"),
         ("format", "", "needs finetune.grpo.format"),
-    ],
-)
-def test_what_cannot_be_a_reward_is_named(tmp_path, name, text, said):
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(UsageError, match=said):
-        Rewards(GrpoConfig(rewards={name.format(tmp_path): 1.0})).values([JudgedAnswer("a", "a", 0, {})])
+    ):
+        (tmp_path / "mine.py").write_text(text)
+        with pytest.raises(UsageError, match=said):
+            Rewards(GrpoConfig(rewards={name.format(tmp_path): 1.0})).values([JudgedAnswer("a", "a", 0, {})])

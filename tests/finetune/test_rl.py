@@ -1,37 +1,26 @@
-"""Reinforcement learning: its gradient is the formula's, its answers are the model's own, and a resume draws them
-again."""
+"""Reinforcement learning: its gradient is the formula's, its answers the model's own, and a resume draws them again."""
 
 import dataclasses
 import json
-import shutil
-import signal
 
 import numpy as np
 import pytest
 import torch
 
+from tests.finetune.conftest import assert_gradients, begun, figures_and_gradients, learn, move
 from tests.finetune.test_finetune_data import lines
-from tests.train.ranks import RankStarter
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config import ConfigError
 from zero2all.config.finetune import PROMPTS
 from zero2all.finetune.data import DataOptions, pack_conversations
-from zero2all.finetune.grpo import PolicyGradient
-from zero2all.finetune.objectives import objective_of
 from zero2all.finetune.rl import RlOptions, digits_of, is_held_out, prepare_rl, sums
 from zero2all.finetune.rollout_rows import advantages_of
 from zero2all.finetune.rollouts import Answer
 from zero2all.infer.job import ChosenToken, Job, Request
 from zero2all.infer.load import load_run
-from zero2all.parallel.world import World
 from zero2all.tokenizer.chat import Message
 from zero2all.track.reader import RunReader
-from zero2all.train.checkpoints.store import CheckpointStore
-from zero2all.train.run import train
 from zero2all.train.saved_config import load_run_config
-from zero2all.train.setup import prepare
-from zero2all.train.step_timer import StepTimer
-from zero2all.train.train_step import forward_backward
 
 SMALL = ("--finetune.grpo.prompts=4", "--finetune.grpo.answers=4", "--finetune.grpo.max_new_tokens=12")
 SMALL += ("--finetune.grpo.valid_prompts=4", "--optim.lr_max=1e-3", "--train.micro_batch_samples=2")
@@ -44,34 +33,15 @@ def prompts(tmp_path):
     return lines(tmp_path / "prompts.jsonl", [{"prompt": f"q {n} " * (1 + n % 3)} for n in range(20)])
 
 
-def prepared(work, path, *overrides, steps=4, **changes):
+def prepared(work, path, *overrides, steps=4):
     reward = f"--finetune.grpo.rewards={json.dumps({f'{path.parent}/mine.py:score': 1.0})}"
-    options = RlOptions(
-        "tries", [path], steps=steps, overrides=[*SMALL, reward, *overrides], valid_share=0.2, **changes
-    )
-    return prepare_rl("tiny", work, options)
-
-
-def begun(work, run):
-    """The objective and the state of a run before its first step."""
-    store = CheckpointStore(run.run)
-    context, state = prepare(run.config, work, World(), store)
-    store.close()
-    objective = PolicyGradient(context)
-    objective.begin(state)
-    return objective, state
-
-
-def weights_of(work):
-    return {name: tensor.clone() for name, tensor in load_run(work, "tries").weights().items()}
-
-
-# ---- the loss -------------------------------------------------------------------------------------------------
+    words = [*SMALL, reward, *overrides]
+    return prepare_rl("tiny", work, RlOptions("tries", [path], steps=steps, overrides=words, valid_share=0.2))
 
 
 def formula(model, batch, config, reference=None):
     """The loss of a step, with every answer scored by itself."""
-    losses, lengths = [], []
+    losses = []
     for row in range(batch.real_rows):
         for number in np.unique(batch.document_ids[row]):
             at = np.flatnonzero(batch.document_ids[row] == number)
@@ -96,40 +66,32 @@ def formula(model, batch, config, reference=None):
                 away = logps_of(reference).detach() - now
                 loss = loss + config.kl_weight * ratio * (torch.exp(away) - away - 1)
             losses.append(loss)
-            lengths.append(len(loss))
-    assert len(set(lengths)) > 1, "else all means coincide"
+    assert len(set(map(len, losses))) > 1, "else all means coincide"
     if config.loss == "grpo":
         return torch.stack([each.mean() for each in losses]).mean()
-    divisor = len(losses) * config.max_new_tokens if config.loss == "dr_grpo" else sum(lengths)
+    divisor = len(losses) * config.max_new_tokens if config.loss == "dr_grpo" else sum(map(len, losses))
     return torch.cat(losses).sum() / divisor
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"loss": "grpo"}, {"loss": "dr_grpo"}, {"loss": "cispo", "clip_high": 1.05}, {"kl_weight": 0.3}],
-    ids=str,
-)
+LOSSES = [{}, {"loss": "grpo"}, {"loss": "dr_grpo"}, {"loss": "cispo", "clip_high": 1.05}, {"kl_weight": 0.3}]
+
+
+@pytest.mark.parametrize("asked", LOSSES, ids=str)
 def test_loss_and_gradient_are_those_of_the_formula_with_every_answer_scored_alone(work, prompts, asked):
     words = [f"--finetune.grpo.{name}={value}" for name, value in asked.items()]
     run = prepared(work, prompts, "--train.precision=float64", *words)
     objective, state = begun(work, run)
     batch = objective.step_batch(state)
     assert batch.global_rows < 16, "several answers stand in a row"
-    with torch.no_grad():  # the policy has moved since they were drawn
-        for number, parameter in enumerate(state.model.parameters()):
-            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    _, _, numbers = forward_backward(state, batch, run.config, World(), StepTimer(World().device), objective)
-    found = {name: parameter.grad.clone() for name, parameter in state.model.named_parameters()}
-    state.weights.zero_gradients()
+    move(state.model)
+    said, gradients = figures_and_gradients(run, state, batch, objective)
     reference = load_run(work, "tries", 0).model.double() if asked.get("kl_weight") else None
     loss = formula(state.model, batch, run.config.finetune.grpo, reference)
     loss.backward()
-    said = objective.report(dict(zip(objective.metrics, numbers.tolist(), strict=True)))
     assert said["loss/grpo"] == pytest.approx(loss.item(), rel=1e-9)
     assert said["policy/sampler_gap"] > 0.01
     assert ("policy/kl" in said) == bool(asked.get("kl_weight"))
-    for name, parameter in state.model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-8, atol=1e-11, msg=name)
+    assert_gradients(state.model, gradients)
 
 
 def test_an_answer_that_cannot_be_judged_counts_neither_in_the_mean_nor_in_the_loss():
@@ -137,17 +99,13 @@ def test_an_answer_that_cannot_be_judged_counts_neither_in_the_mean_nor_in_the_l
     assert advantages_of([None, None], "dapo") == [None, None]
     assert advantages_of([2.0, 2.0], "dapo") == [0.0, 0.0]
     found = advantages_of([0.0, 1.0, 1.0, 1.0], "dapo")
-    assert found[0] == pytest.approx(-0.75 / (0.5 + 1e-4))
-    assert found[1] == pytest.approx(0.25 / (0.5 + 1e-4))
-
-
-# ---- runs -----------------------------------------------------------------------------------------------------
+    assert found[:2] == pytest.approx([-0.75 / (0.5 + 1e-4), 0.25 / (0.5 + 1e-4)])
 
 
 @pytest.mark.parametrize("words", [(), ("--finetune.lora.rank=4",)], ids=["all weights", "adapters"])
 def test_a_run_learns_what_is_rewarded_and_draws_from_the_weights_it_has(work, prompts, words):
     run = prepared(work, prompts, *words, "--optim.lr_max=1e-2", steps=12)
-    train(run.config, work, say=lambda _: None, make_objective=objective_of)
+    learn(run, work)
     reader = RunReader(work.run("tries"))
     rewards = reader.series("rollout/reward").value
     assert rewards[-3:].mean() > rewards[:3].mean() + 0.2
@@ -158,57 +116,23 @@ def test_a_run_learns_what_is_rewarded_and_draws_from_the_weights_it_has(work, p
     assert reader.series("rollout/groups_without_advantage").value.max() <= 1
 
 
-def test_a_killed_run_draws_the_same_answers_and_ends_with_the_same_bits(work, prompts, warm, tmp_path):
+def test_a_killed_run_draws_the_same_answers_and_ends_with_the_same_bits(work, prompts, killed_run_keeps_its_bits):
     words = ("--checkpoint.every_steps=3", "--validation.every_steps=0")
-    run = prepared(work, prompts, *words, steps=8)
-    train(run.config, work, say=lambda _: None, make_objective=objective_of)
-    exact = weights_of(work)
-    assert not prepared(work, prompts, *words, steps=8).is_new
-    for moment in (1, 5, 7):
-        shutil.rmtree(run.run)
-        run = prepared(work, prompts, *words, steps=8)
-        start = RankStarter(warm, work.root, tmp_path)
-        try:
-            assert start(run.config, 1, signals={0: (moment, signal.SIGKILL, 0.0)}).wait() == [-signal.SIGKILL]
-            start.finished(run.config, 1)
-        finally:
-            start.stop()
-        assert all(torch.equal(tensor, exact[name]) for name, tensor in weights_of(work).items())
+    killed_run_keeps_its_bits(lambda: prepared(work, prompts, *words, steps=8), [1, 5])
 
 
-@pytest.mark.parametrize("zero", [0, 2])
-def test_two_processes_draw_and_learn_what_one_does(work, prompts, warm, tmp_path, zero):
-    def outcome(processes):
-        shutil.rmtree(work.run("tries"), ignore_errors=True)
-        config = prepared(work, prompts, "--train.precision=float64", steps=3).config
-        parallel = dataclasses.replace(config.parallel, zero=zero if processes > 1 else 0)
-        start = RankStarter(warm, work.root, tmp_path)
-        try:
-            start.finished(
-                dataclasses.replace(config, parallel=parallel), processes,
-                words={rank: ["--accept-changes"] for rank in range(processes)},
-            )  # fmt: skip
-        finally:
-            start.stop()
-        reader = RunReader(work.run("tries"))
-        names = ("rollout/reward", "rollout/length", "loss/grpo", "loss", "grad_norm", "eval/valid/reward")
-        return {name: reader.series(name).value.tolist() for name in names}
-
-    alone, two = outcome(1), outcome(2)
-    for name, values in alone.items():
-        assert two[name] == pytest.approx(values, rel=1e-7, abs=1e-12), name
+def test_two_processes_draw_and_learn_what_one_does(work, prompts, same_in):
+    names = ("rollout/reward", "rollout/length", "loss/grpo", "loss", "grad_norm", "eval/valid/reward")
+    same_in(lambda: prepared(work, prompts, "--train.precision=float64", steps=3), names, {"zero": 2})
 
 
 def test_a_reward_that_judges_nothing_ends_the_run_with_its_reason_and_the_run_continues(work, prompts):
     run = prepared(work, prompts)
     (prompts.parent / "mine.py").write_text("def score(answer, record):\n    raise KeyError('gold')\n")
     with pytest.raises(BadInputError, match=r"None of the 16 answers of step 0 could be judged \(.*KeyError: 'gold'"):
-        train(run.config, work, say=lambda _: None, make_objective=objective_of)
+        learn(run, work)
     (prompts.parent / "mine.py").write_text(REWARD)
-    assert train(run.config, work, say=lambda _: None, make_objective=objective_of).step == 4
-
-
-# ---- tools ----------------------------------------------------------------------------------------------------
+    assert learn(run, work).step == 4
 
 
 def turn(sampler, answer, text, end=True):
@@ -242,9 +166,6 @@ def test_results_of_calls_are_appended_in_ids_and_never_learned(work, prompts):
     assert not turn(sampler, Answer(0, list(prompt), []), call)
 
 
-# ---- prompts --------------------------------------------------------------------------------------------------
-
-
 def test_rows_with_a_prompt_become_prompts_and_the_rest_is_named(trained_workspace, tmp_path):
     user = {"role": "user", "content": "q 3"}
     rows = [
@@ -259,10 +180,8 @@ def test_rows_with_a_prompt_become_prompts_and_the_rest_is_named(trained_workspa
         {"prompt": [{"role": "system", "content": "9"}], "answer": "9"},
         {"question": "q 1", "answer": "1"},
     ]
-    options = DataOptions(64, 0.0, PROMPTS, 16, ["answer"])
-    report = pack_conversations(
-        [lines(tmp_path / "p.jsonl", rows)], trained_workspace.tokenizer, tmp_path / "out", options
-    )
+    options, path = DataOptions(64, 0.0, PROMPTS, 16, ["answer"]), lines(tmp_path / "p.jsonl", rows)
+    report = pack_conversations([path], trained_workspace.tokenizer, tmp_path / "out", options)
     assert report["left_out"] == {"no_prompt": 3, "no_answer": 1, "too_long": 1, "duplicate": 1}
     records = [json.loads(line) for line in (tmp_path / "out/records.train.jsonl").read_text().splitlines()]
     assert [each["answer"] for each in records] == ["a #### 1", "2", "3", ["4"]]
@@ -284,35 +203,20 @@ def test_sums_have_the_digits_that_were_asked_for_and_held_out_pairs_stay_apart(
             digits_of(text)
 
 
-def test_the_verb_prepares_what_was_asked_and_refuses_what_cannot_be(work, capfd):
-    from zero2all.cli.main import main
-
-    words = ["rl", "tiny", "--work", str(work.root), "--prepare"]
-    assert main(words) == 2
-    assert "--arithmetic DIGITS" in capfd.readouterr().err
-    assert main([*words, "--arithmetic", "2", "--max-new-tokens", "12"]) == 0
-    out = capfd.readouterr().out
+def test_the_verb_prepares_what_was_asked_and_refuses_what_cannot_be(work, z2a):
+    words = ["rl", "tiny", "--work", work.root, "--prepare"]
+    assert "--arithmetic DIGITS" in z2a.refused(2, *words)
+    words += ["--arithmetic", 2]
+    out = z2a.done(*words, "--max-new-tokens", 12)
     assert "prompts: 3,166 of 4,096 (prompt 4,096)" in out
     assert "z2a data show" not in out
-    asked = [
-        *words,
-        "--name",
-        "more",
-        "--seq-len",
-        "128",
-        "--max-new-tokens",
-        "16",
-        "--reward",
-        "number=2",
-        "calls=-0.1",
-    ]
-    assert main([*asked, "--arithmetic", "2", "--answers", "3"]) == 0
+    asked = ["--name", "more", "--seq-len", 128, "--max-new-tokens", 16, "--reward", "number=2", "calls=-0.1"]
+    z2a.done(*words, *asked, "--answers", 3)
     grpo = load_run_config(work.run("more")).finetune.grpo
     assert (grpo.rewards, grpo.answers, grpo.max_new_tokens) == ({"number": 2.0, "calls": -0.1}, 3, 16)
-    assert main([*words, "--arithmetic", "2", "--reward", "number=much"]) == 2
-    assert "'much' is no number" in capfd.readouterr().err
-    assert main([*words, "--arithmetic", "2", "--tools", "oracle", "--max-new-tokens", "12", "--name", "x"]) == 2
-    assert "there is no 'oracle'. Expected: calculator" in capfd.readouterr().err
+    assert "'much' is no number" in z2a.refused(2, *words, "--reward", "number=much")
+    said = z2a.refused(2, *words, "--tools", "oracle", "--max-new-tokens", 12, "--name", "x")
+    assert "there is no 'oracle'. Expected: calculator" in said
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "context=2", "zero=3"])

@@ -7,6 +7,7 @@ import torch
 
 from tests.infer.tiny import tiny_model
 from tests.model.test_model_z2all import build, logits, tokens, variants
+from tests.ops.agreement import random
 from zero2all.infer import weights
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.forward import Forward, Span
@@ -15,8 +16,7 @@ from zero2all.infer.weights import Int8Weight, drop_matrices, int8_weight, packe
 
 def random_matrix(rows, columns, seed=0):
     """Rows of very different size."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=draw) * torch.logspace(-3, 1, rows).unsqueeze(1)
+    return random(rows, columns, seed=seed).float() * torch.logspace(-3, 1, rows).unsqueeze(1)
 
 
 def test_each_row_has_its_own_scale_and_is_rounded_half_to_even():
@@ -46,7 +46,7 @@ def test_product_is_that_of_the_rounded_matrix(kernel, monkeypatch):
     weight, bias = int8_weight(random_matrix(50, 96)), random_matrix(50, 1, 2)[:, 0]
     matrix = weight.values.double() * weight.scales.double().unsqueeze(1)
     for rows in (1, 3, 8, 64):
-        x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1))
+        x = random(rows, 96, seed=1).float()
         found = weight.project(x, bias)
         assert (found.dtype, found.shape) == (torch.float32, (rows, 50))
         size = x.double().abs() @ matrix.abs().t() + bias.double().abs()  # what rounding errors are proportional to
@@ -71,20 +71,10 @@ def test_a_whole_model_keeps_embedding_norms_and_experts(moe, tied):
 
 def test_the_matrices_that_were_copied_can_be_freed():
     model = copy.deepcopy(tiny_model(True, False).model)
-    before = sum(parameter.nbytes for parameter in model.parameters())
-    matrices = [layer for layer in weights_of(model).layers if layer.experts is None]
+    needed = ("embedding", "norm", "router", "experts", "shared")
+    kept = {name: one.nbytes for name, one in model.named_parameters() if any(word in name for word in needed)}
     drop_matrices(model)
-    after = sum(parameter.nbytes for parameter in model.parameters())
-    assert len(matrices) == 1
-    kept = model.embedding.weight.nbytes + sum(
-        parameter.nbytes
-        for name, parameter in model.named_parameters()
-        if "norm" in name or "router" in name or "experts" in name or "shared" in name
-    )
-    assert after == kept < before
-
-
-# ---- passes in portions -------------------------------------------------------------------------------------
+    assert sum(parameter.nbytes for parameter in model.parameters()) == sum(kept.values())
 
 
 TABLE = [2, 1]
@@ -109,8 +99,7 @@ def through_the_cache(forward: Forward, ids: list[int], portions: list[int]) -> 
 def test_logits_through_the_cache_equal_those_of_one_pass(config, packed):
     model, ids = build(config), tokens(rows=1)
     weights = packed_for_cpu(weights_of(model), 1 << 40) if packed else weights_of(model)
-    expected = logits(model, ids)[0]
-    for portions in ([1] * 20, [3] * 6 + [2], [7, 1, 1, 11], [20]):
+    for portions in ([1] * 20, [7, 1, 1, 11], [20]):
         forward = Forward(weights, KeyValueBlocks(config, 3, torch.float32, torch.device("cpu")))
         found = through_the_cache(forward, ids[0].tolist(), portions)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, logits(model, ids)[0], rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
 """The weights of a run or of a Hugging Face folder, in the dtype asked for, or words that say why not."""
 
+import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.infer.tiny import random_model
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import Workspace
@@ -18,9 +19,8 @@ from zero2all.evals.options import EvalOptions
 from zero2all.evals.report import evaluate_run, report_lines
 from zero2all.exchange import export_run, import_folder
 from zero2all.infer import load
-from zero2all.infer.load import LoadedModel, empty_model, load_model, load_run, untrained
-from zero2all.model.config import ModelConfig, MoeConfig
-from zero2all.parallel.parameter_table import init_weights
+from zero2all.infer.load import LoadedModel, load_model, load_run, untrained
+from zero2all.model.config import MoeConfig
 from zero2all.tokenizer import train_tokenizer
 from zero2all.track.reader import RunReader
 
@@ -54,45 +54,29 @@ def same_weights(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-# --- what is loaded ---
-
-
 @pytest.mark.parametrize("source", ["name", "folder", "hugging face"])
 def test_every_source_gives_the_weights_that_were_trained(trained, trained_workspace, exported, source):
-    run, is_run = trained_workspace.run("tiny"), source != "hugging face"
+    run = trained_workspace.run("tiny")
     given = {"name": ("tiny", trained_workspace), "folder": (str(run),), "hugging face": (str(exported),)}[source]
     loaded = load_model(*given)
     assert same_weights(loaded, trained)
     assert torch.equal(loaded.model.cos, trained.model.cos)
     assert loaded.tokenizer.fingerprint == trained.tokenizer.fingerprint
-    assert (loaded.name, loaded.step) == (("tiny", 30) if is_run else ("tiny-hf", 0))
-    assert loaded.folder == (run.resolve() if is_run else exported)
-    assert loaded.config == (trained.config if is_run else None)
-    assert loaded.window == (64 if is_run else 128)  # what it was trained with, or made for
+    # The window is what it was trained with, or made for.
+    of_run, of_folder = ("tiny", 30, run.resolve(), trained.config, 64), ("tiny-hf", 0, exported, None, 128)
+    found = (loaded.name, loaded.step, loaded.folder, loaded.config, loaded.window)
+    assert found == (of_folder if source == "hugging face" else of_run)
     rounded, wide = load_model(*given, dtype="bfloat16"), trained.weights()
     assert all(torch.equal(tensor, wide[name].bfloat16()) for name, tensor in rounded.weights().items())
     assert rounded.model.cos.dtype == torch.float32, "positions are not rounded"
     assert not any(parameter.requires_grad for parameter in rounded.model.parameters())
+    assert not loaded.model.training
 
 
-@pytest.mark.parametrize(
-    "moe",
-    [
-        MoeConfig(experts=4, experts_per_token=2, expert_size=16, router="softmax"),
-        MoeConfig(experts=4, experts_per_token=2, expert_size=16, router="sigmoid", shared_experts=1, dense_layers=1),
-    ],
-    ids=["mixtral", "glm4_moe"],
-)
-def test_experts_and_their_balancing_biases_come_back_from_a_hugging_face_folder(
-    trained, trained_workspace, tmp_path, moe
-):
-    shape = ModelConfig(
-        vocab_size=420, hidden_size=32, intermediate_size=48, layers=2, heads=4, kv_heads=2, max_seq_len=64, moe=moe
-    )
-    model = empty_model(shape, load.READY_OPS, torch.device("cpu"), torch.float32)
-    init_weights(model, 3)
-    if moe.router == "sigmoid":
-        model.blocks[1].feed_forward.router.bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.01]))
+def test_experts_and_their_balancing_biases_come_back_from_a_hugging_face_folder(trained, trained_workspace, tmp_path):
+    moe = MoeConfig(experts=4, experts_per_token=2, expert_size=16, shared_experts=1, dense_layers=1)
+    model = random_model(dataclasses.replace(trained.model.config, hidden_size=32, moe=moe))
+    model.blocks[1].feed_forward.router.bias.copy_(torch.tensor([0.1, -0.2, 0.3, 0.01]))
     made = LoadedModel("experts", 0, model, trained.tokenizer)
     export_run(made, trained_workspace.tokenizer, tmp_path / "hf", "bfloat16")
     found = load_model(str(tmp_path / "hf"), dtype="bfloat16")
@@ -115,17 +99,16 @@ def test_loading_imports_neither_the_trainer_nor_torchs_compiler(trained_workspa
         print(sorted(heavy & (set(sys.modules) - before)))
     """
     words = [sys.executable, "-c", textwrap.dedent(code), str(trained_workspace.root)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-# --- what is refused ---
+    assert subprocess.check_output(words, stderr=subprocess.STDOUT, text=True) == "[]\n"
 
 
 def test_damaged_weights_are_left_out_for_those_before_them_unless_that_step_was_asked_for(copied, trained, capsys):
     checkpoints = copied.run("tiny") / "checkpoints"
     damage(checkpoints / "step-00000030/optimizer-00000-00000.safetensors")
     assert same_weights(load_model("tiny", copied), trained), "the optimizer is not read"
+    older = load_run(copied, "tiny", 15)
+    assert older.step == 15
+    assert not same_weights(older, trained)
     damage(checkpoints / "step-00000030/model-00000-00000.safetensors")
     assert load_model("tiny", copied).step == 15
     assert "Skipped a damaged checkpoint" in capsys.readouterr().out
@@ -168,39 +151,20 @@ def test_a_folder_that_vanishes_while_it_is_read_is_said(hf_copy, monkeypatch):
         load_model(str(hf_copy))
 
 
-def spoil_norm(folder, value=float("nan")):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.norm.weight"][3] = value
-    save_file(tensors, folder / "model.safetensors")
-
-
-def fewer_rows(folder):
-    tensors = load_file(folder / "model.safetensors")
+def test_a_folder_whose_model_has_fewer_rows_than_its_tokenizer_has_ids_is_refused(hf_copy):
+    tensors = load_file(hf_copy / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         tensors[name] = tensors[name][:400].clone()
-    save_file(tensors, folder / "model.safetensors")
-    write_json(folder / "config.json", read_json(folder / "config.json") | {"vocab_size": 400})
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a readable safetensors file"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "There is no tokenizer in"),
-        (spoil_norm, "1 weights in .* are NaN or infinite"),
-        (fewer_rows, "has 420 ids, its model only 400 rows"),
-    ],
-    ids=["no weights", "cut off", "no tokenizer", "nan", "too few rows"],
-)
-def test_a_broken_hugging_face_folder_is_refused(hf_copy, spoil, words):
-    spoil(hf_copy)
-    with pytest.raises(BadInputError, match=words):
+    save_file(tensors, hf_copy / "model.safetensors")
+    write_json(hf_copy / "config.json", read_json(hf_copy / "config.json") | {"vocab_size": 400})
+    with pytest.raises(BadInputError, match="has 420 ids, its model only 400 rows"):
         load_model(str(hf_copy))
 
 
-def test_weights_of_a_run_that_are_not_finite_or_do_not_fit_are_refused(hf_copy, tmp_path):
-    spoil_norm(hf_copy, 1e6)
+def test_weights_of_a_run_that_are_not_finite_in_the_dtype_asked_for_are_refused(hf_copy, tmp_path):
+    tensors = load_file(hf_copy / "model.safetensors")
+    tensors["model.norm.weight"][3] = 1e6
+    save_file(tensors, hf_copy / "model.safetensors")
     workspace = Workspace(tmp_path / "work")
     import_folder(hf_copy, workspace, "large")
     assert same_weights(load_model("large", workspace), load_model(str(hf_copy)))
@@ -218,24 +182,32 @@ def test_flags_that_cannot_be_met_are_refused_in_words(exported, trained_workspa
             load_model(str(exported), device="cuda")
 
 
-# ---- a run and its evaluation -------------------------------------------------------------------------------
-
-
-def test_newest_checkpoint_is_taken_and_an_older_one_on_request(trained, trained_workspace):
-    assert (trained.name, trained.step, trained.stored_dtype, trained.device.type) == ("tiny", 30, "float32", "cpu")
-    assert trained.config.model.vocab_rows == 448  # 420 ids, padded to a multiple of 64
-    assert not trained.model.training
-    older = load_run(trained_workspace, "tiny", 15)
-    assert older.step == 15
-    assert not torch.equal(older.model.embedding.weight, trained.model.embedding.weight)
-    with pytest.raises(BadInputError, match=r"no run.*tiny"):
-        load_run(trained_workspace, "tony")
-
-
 def test_untrained_model_is_the_one_training_starts_from(trained_workspace, tiny_config):
     first, second = (untrained(trained_workspace, tiny_config) for _ in range(2))
-    assert torch.equal(first.model.embedding.weight, second.model.embedding.weight)
-    assert (first.step, first.config.model.vocab_rows) == (0, 448)
+    assert same_weights(first, second)
+    assert (first.step, first.config.model.vocab_rows) == (0, 448)  # 420 ids, padded to a multiple of 64
+
+
+def test_evaluation_is_written_beside_the_run_and_in_its_metrics(copied, tmp_path):
+    probes, pairs, loaded = tmp_path / "probes.jsonl", tmp_path / "pairs.yaml", load_run(copied, "tiny")
+    pairs.write_text("- {kind: capital, language: zh, pairs: ['中国的首都是{北京|巴黎}。']}")
+    row = {"channel": "zh", "family": "capital", "prompt": "中国的首都是", "answer": "北京", "foils": ["巴黎"]}
+    probes.write_text("".join(json.dumps({**row, "id": each}) + "\n" for each in "12"))
+    assert "probes" not in evaluate_run(loaded, copied, EvalOptions(max_bytes=100))
+    report = evaluate_run(loaded, copied, EvalOptions(max_bytes=1000, probes=probes, pairs=pairs))
+    assert read_json(copied.run("tiny") / "eval/step-00000030.json") == report
+    assert set(report["held_out"]) == {"zh", "en"}
+    assert [item["probe"]["answer"] for item in report["probe_results"]] == ["北京", "北京"]
+    assert report["pairs"]["channels"]["zh"]["kinds"]["capital"]["pairs"] == 1
+    shown = "\n".join(report_lines(report))
+    assert [each for each in ("tiny at step 30", "pairs (chance", "bits/byte", "capital") if each not in shown] == []
+    run = RunReader(copied.run("tiny"))
+    accuracy = report["probes"]["channels"]["zh"]["groups"]["capital"]["accuracy"]
+    points = run.series("eval/probes/zh/accuracy/capital")
+    assert (points.value[-1], points.tokens[-1]) == (accuracy, loaded.tokens)
+    assert loaded.tokens > 0
+    assert run.series("loss").step[-1] == 30, "the training curve is as it was"
+    assert run.status.attempt == 1
 
 
 def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied):
@@ -244,31 +216,3 @@ def test_another_tokenizer_than_the_run_was_trained_with_is_refused(copied):
     for loading in (lambda: load_run(copied, "tiny"), lambda: load_model("tiny", copied)):
         with pytest.raises(BadInputError, match=r"trained with another tokenizer"):
             loading()
-
-
-def test_evaluation_is_written_beside_the_run_and_shown(copied, tmp_path):
-    probes, pairs = tmp_path / "probes.jsonl", tmp_path / "pairs.yaml"
-    pairs.write_text("- {kind: capital, language: zh, pairs: ['中国的首都是{北京|巴黎}。']}")
-    row = {"channel": "zh", "family": "capital", "prompt": "中国的首都是", "answer": "北京", "foils": ["巴黎"]}
-    rows = [{**row, "id": "1"}, {**row, "id": "2", "family": "arithmetic"}]
-    probes.write_text("".join(json.dumps(each) + "\n" for each in rows))
-    loaded = load_run(copied, "tiny")
-    bare = evaluate_run(loaded, copied, EvalOptions(max_bytes=100))
-    assert "probes" not in bare
-    assert not any("probes" in line for line in report_lines(bare))
-    report = evaluate_run(loaded, copied, EvalOptions(max_bytes=1000, probes=probes, pairs=pairs))
-    written = json.loads((copied.run("tiny") / "eval/step-00000030.json").read_text())
-    assert written == report
-    assert set(written["held_out"]) == {"zh", "en"}
-    assert [item["probe"]["answer"] for item in written["probe_results"]] == ["北京", "北京"]
-    shown = "\n".join(report_lines(report))
-    assert report["pairs"]["channels"]["zh"]["kinds"]["capital"]["pairs"] == 1
-    for words in ("tiny at step 30", "pairs (chance", "bits/byte", "zh", "capital", "arithmetic"):
-        assert words in shown
-    run = RunReader(copied.run("tiny"))
-    accuracy = report["probes"]["channels"]["zh"]["groups"]["capital"]["accuracy"]
-    points = run.series("eval/probes/zh/accuracy/capital")
-    assert (points.value[-1], points.tokens[-1]) == (accuracy, loaded.tokens)
-    assert loaded.tokens > 0
-    assert run.series("loss").step[-1] == 30, "the training curve is as it was"
-    assert run.status.attempt == 1

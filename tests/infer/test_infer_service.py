@@ -32,14 +32,12 @@ def test_many_threads_get_what_each_would_get_alone(service):
     with ThreadPoolExecutor(24) as threads:
         found = list(threads.map(lambda request: text_of(service.stream(request)), requests))
     assert found == [text_of(stream(Engine(tiny_model()), request)) for request in requests]
-    assert (service.stats.running, service.stats.waiting) == (0, 0)
-    assert service.stats.generated_tokens == 240
+    assert (service.stats.running, service.stats.waiting, service.stats.generated_tokens) == (0, 0, 240)
     assert service.stats.cache_blocks_free == service.stats.cache_blocks
 
 
 def test_a_cancelled_request_is_told_so_once(service):
-    pieces: list[Piece] = []
-    begun, cancelled, ended = threading.Event(), threading.Event(), threading.Event()
+    pieces, (begun, cancelled, ended) = [], (threading.Event() for _ in range(3))
 
     def deliver(piece: Piece) -> None:
         pieces.append(piece)

@@ -1,7 +1,7 @@
 """What an assistant wrote is taken apart as the template put it together; and the calculator."""
 
 import contextlib
-import operator
+import itertools
 import random
 import re
 from fractions import Fraction
@@ -34,8 +34,8 @@ def test_answers_come_apart_as_the_template_put_them_together_in_whatever_pieces
         answer = "".join(part.text for part in parts if part.counts and not part.is_control)
         assert read_answer(answer).message() == message
         cuts = sorted(rng.randint(0, len(answer)) for _ in range(6))
-        shown = [read_answer(answer[:cut], is_whole=False) for cut in cuts]
-        for before, after in zip(shown, [*shown[1:], read_answer(answer)], strict=True):
+        shown = [*(read_answer(answer[:cut], is_whole=False) for cut in cuts), read_answer(answer)]
+        for before, after in itertools.pairwise(shown):
             assert after.text.startswith(before.text)
             assert after.thought.startswith(before.thought)
             assert after.calls[: len(before.calls)] == before.calls
@@ -51,25 +51,21 @@ def test_text_is_held_back_only_as_long_as_it_may_become_a_mark():
 GOOD = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "calls", "refused"),
-    [
+def test_what_is_no_call_stays_text_and_is_counted():
+    for answer, text, calls, refused in (
         (f'<tool_call>\n{{"name": "f", "arguments": {{}}}}\n</tool_call>{GOOD}', "", 2, 0),
         (f"<tool_call>no</tool_call> {GOOD}", "<tool_call>no</tool_call> ", 1, 1),
         ('x\n<tool_call>{"name": "f", "arg', 'x\n<tool_call>{"name": "f", "arg', 0, 1),
         ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', None, 0, 1),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', None, 0, 1),
         ('<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>', None, 0, 1),
         ('<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 9000 + "</tool_call>", None, 0, 1),
         ('<tool_call>{"name": "f", "arguments": {"x": "' + "y" * 20_000 + '"}}</tool_call>', None, 0, 1),
         (GOOD * (MOST_CALLS + 1), GOOD, MOST_CALLS, 0),
         ("<tool_call>" * (MOST_CALLS + 5), None, 0, MOST_CALLS),
         (f"{GOOD}<think>x</think>", "<think>x</think>", 1, 0),
-    ],
-)
-def test_what_is_no_call_stays_text_and_is_counted(answer, text, calls, refused):
-    found = read_answer(answer)
-    assert (found.text, len(found.calls), found.refused) == (answer if text is None else text, calls, refused)
+    ):
+        found = read_answer(answer)
+        assert (found.text, len(found.calls), found.refused) == (answer if text is None else text, calls, refused)
 
 
 def test_the_prompt_may_have_opened_the_thought_and_calls_may_be_none():
@@ -78,71 +74,48 @@ def test_the_prompt_may_have_opened_the_thought_and_calls_may_be_none():
     assert read_answer(GOOD, with_calls=False).text == GOOD
 
 
-# ---- the calculator -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
+def test_arithmetic_is_exact():
+    for expression, value in (
         ("2 + 3 * 4 =", "14"),
         ("-2^2 + 2**-1", "-3.5"),
-        ("2^3^2", "512"),
-        ("8 / 4 / 2 - 1 - 1", "-1"),
         ("0.1 + 0.2 - 1,000.5", "-1000.2"),
         ("（1＋2）×3÷4", "2.25"),
-        ("--2 * -(3)", "-6"),
         ("1/3", "1/3 (about 0.333333333333)"),
-        ("1/3 + 2/3", "1"),
         ("123456789123456789 / 987654321987654322", "about 0.124999998861"),
         ("9" * 1000, "9" * 1000),
         ("0^0", "1"),
-    ],
-)
-def test_arithmetic_is_exact(expression, value):
-    assert calculate(expression) == value
+    ):
+        assert calculate(expression) == value
 
 
-@pytest.mark.parametrize(
-    ("expression", "said"),
-    [
+def test_what_it_cannot_calculate_has_a_reason():
+    for expression, said in (
         ("", "a number is expected before the end"),
-        ("1 +", "expected before the end"),
         ("2 3", "'3' stands where an operator"),
         ("(1", "not closed"),
-        (")", "a number is expected before )"),
         ("1/(2-2)", "division by zero"),
         ("0^-1", "division by zero"),
         ("2^0.5", "no whole number"),
         ("9^9^9^9", "more than 1000 digits"),
-        ("(-9)^-99999", "more than 1000 digits"),
         ("9^1000 * 9^1000", "more than 1000 digits"),
         ("1" * 1001, "more than 1000 characters"),
         ("(" * 500, "deeper than 50"),
         ("-" * 500 + "1", "deeper than 50"),
         ("__import__('os')", "a number is expected before _"),
-        ("1e9", "'e' stands where an operator"),
-        ("1,00", "',' stands where an operator"),
         ("٣", "a number is expected before ٣"),
-    ],
-)
-def test_what_it_cannot_calculate_has_a_reason(expression, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        calculate(expression)
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            calculate(expression)
 
 
 def test_random_expressions_have_their_exact_values_and_damaged_ones_a_value_or_a_reason():
     rng = random.Random(5)
-    apply = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
-
-    def some(depth):
-        if not depth:
-            return str(number := rng.randrange(100)), Fraction(number)
-        (left, a), (right, b), sign = some(depth - 1), some(rng.randrange(depth)), rng.choice("+-*/")
-        sign = "-" if sign == "/" and not b else sign
-        return f"({left} {sign} {right})", apply[sign](a, b)
-
     for _ in range(500):
-        expression, value = some(rng.randrange(1, 6))
+        expression = str(rng.randrange(1, 100))
+        for _ in range(rng.randrange(1, 6)):
+            form, sign = rng.choice(("({0} {1} {2} / {3})", "({2} / {3} {1} {0})")), rng.choice("+-*")
+            expression = form.format(expression, sign, rng.randrange(100), rng.randrange(1, 100))
+        value = eval(re.sub(r"\d+", r"Fraction(\g<0>)", expression), {"Fraction": Fraction})
         assert calculate(f"{expression} - ({value})") == "0"
         letters = list(expression)
         letters[rng.randrange(len(letters))] = rng.choice("()^*/.,x")
@@ -159,14 +132,10 @@ def test_a_call_is_answered_also_where_it_is_wrong():
 
 def test_a_result_is_appended_in_ids_and_gives_what_the_whole_conversation_gives(trained):
     template, encode = own_chat(trained.tokenizer), trained.tokenizer.encode_text
-    asked = [Message("user", "6 * 7?")]
+    asked, told, tools = [Message("user", "6 * 7?")], [Message("tool", "42<|message_end|>")], [TOOLS["calculator"].spec]
     wrote = Message("assistant", "I ask.", "hm", (call(expression="6*7"),))
+    written = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
+    before = template.encode(Dialogue(asked, tools)) + encode(f"<think>\nhm\n</think>\n\nI ask.\n{written}")
     for thinking in (None, False):
-        tools = [TOOLS["calculator"].spec]
-        before = template.encode(Dialogue(asked, tools))
-        answer = "<think>\nhm\n</think>\n\nI ask.\n" + (
-            '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
-        )
-        told = [Message("tool", "42<|message_end|>")]
         whole = template.encode(Dialogue([*asked, wrote, *told], tools, thinking))
-        assert before + encode(answer) + template.encode_after(told, thinking) == whole
+        assert before + template.encode_after(told, thinking) == whole

@@ -28,29 +28,25 @@ def tiny_tokenizer() -> Tokenizer:
     return load_tokenizer(folder)
 
 
+def random_model(config: ModelConfig) -> Z2all:
+    model = Z2all(config, resolve(OpsConfig(), "cpu"))
+    init_weights(model, 0)
+    return model.eval()
+
+
 @functools.cache
 def tiny_model(moe: bool = False, tied: bool = False) -> LoadedModel:
     """Weights four times larger than usual: with the usual ones every token would be as likely as the next."""
     tokenizer = tiny_tokenizer()
     experts = MoeConfig(experts=4, experts_per_token=2, expert_size=24, dense_layers=1) if moe else MoeConfig()
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        layers=3,
-        heads=4,
-        kv_heads=2,
-        max_seq_len=MAX_LEN,
-        tied_embeddings=tied,
-        moe=experts,
-    )
-    model = Z2all(config, resolve(OpsConfig(), "cpu"))
-    init_weights(model, 0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "layers": 3, "heads": 4, "kv_heads": 2}
+    config = ModelConfig(tokenizer.vocab_size, **shape, max_seq_len=MAX_LEN, tied_embeddings=tied, moe=experts)
+    model = random_model(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)
-    return LoadedModel("tiny", 0, model.eval(), tokenizer)
+    return LoadedModel("tiny", 0, model, tokenizer)
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Adapters: the formula, their gradients and an update, and that nothing else is trained or held for training."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -46,9 +47,7 @@ def merged(config, weights, adapters, lora=LORA, **ops):
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize(
-    "lora", [LORA, LoraConfig(2, 5.0, ["up_proj", "q_proj", "v_proj"], rslora=True)], ids=["all", "some"]
-)
+@pytest.mark.parametrize("lora", [LORA, LoraConfig(2, 5.0, ["up_proj", "q_proj", "v_proj"], rslora=True)], ids=str)
 def test_adapters_act_as_the_merged_matrix_does(config, lora):
     model, weights, adapters, _ = adapted(config, lora)
     ids = tokens()
@@ -69,20 +68,20 @@ def test_it_begins_as_the_base_and_depends_on_the_seed_alone():
     assert 0.9 * BASE.intermediate_size**-0.5 < down.abs().max() <= BASE.intermediate_size**-0.5
 
 
+TARGETS = {
+    **{"attention.qkv": ("q_proj", "k_proj", "v_proj"), "attention.out": ("o_proj",)},
+    **{"feed_forward.gate_up_pairs": ("gate_proj", "up_proj"), "feed_forward.down": ("down_proj",)},
+}
+
+
 def sums_of(model, leaves):
     """The parameters of a model, with 7/3 B A in the matrices of its blocks: differentiable in A and B."""
     sums = {name: one.detach() for name, one in model.named_parameters()}
-    for number in range(model.config.layers):
-        for layer, targets in (
-            ("attention.qkv", ("q_proj", "k_proj", "v_proj")),
-            ("attention.out", ("o_proj",)),
-            ("feed_forward.gate_up_pairs", ("gate_proj", "up_proj")),
-            ("feed_forward.down", ("down_proj",)),
-        ):
-            place = f"blocks.{number}.{layer}"
-            parts = [7 / 3 * leaves[f"{place}.lora.{one}_b"] @ leaves[f"{place}.lora.{one}_a"] for one in targets]
-            joined = torch.stack(parts, 1).flatten(0, 1) if "gate_proj" in targets else torch.cat(parts)
-            sums[f"{place}.weight"] = sums[f"{place}.weight"] + joined
+    for number, (layer, targets) in itertools.product(range(model.config.layers), TARGETS.items()):
+        place = f"blocks.{number}.{layer}"
+        parts = [7 / 3 * leaves[f"{place}.lora.{one}_b"] @ leaves[f"{place}.lora.{one}_a"] for one in targets]
+        joined = torch.stack(parts, 1).flatten(0, 1) if "gate_proj" in targets else torch.cat(parts)
+        sums[f"{place}.weight"] = sums[f"{place}.weight"] + joined
     return sums
 
 
@@ -95,10 +94,8 @@ def test_an_update_is_that_of_autograd_and_the_rest_has_neither_gradient_nor_mom
     state.optimizer.step()
     plain, leaves = build(config).double(), {name: one.clone().requires_grad_() for name, one in adapters.items()}
     hidden = torch.func.functional_call(plain, sums_of(plain, leaves), (ids[:, :-1],))
-    losses = torch.nn.functional.cross_entropy(
-        plain.logits(hidden).flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
-    )
-    losses.backward()
+    said, targets = plain.logits(hidden).flatten(0, 1), ids[:, 1:].flatten()
+    torch.nn.functional.cross_entropy(said, targets, reduction="sum").backward()
     torch.optim.AdamW(leaves.values(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
     now = dict(model.named_parameters())
     for name, leaf in leaves.items():
@@ -108,9 +105,8 @@ def test_an_update_is_that_of_autograd_and_the_rest_has_neither_gradient_nor_mom
     assert all(torch.equal(now[name], before[name]) and now[name].grad is None for name in frozen)
     moments = {name.split("/")[2] for name in state.optimizer_tensors() if name.count("/") == 2} - {"all"}
     assert moments == leaves.keys()
-    assert sum(part.values.numel() for part in state.weights.parts(state.weights.gradients).values()) == sum(
-        map(torch.numel, leaves.values())
-    )
+    gradients = state.weights.parts(state.weights.gradients).values()
+    assert sum(part.values.numel() for part in gradients) == sum(map(torch.numel, leaves.values()))
     assert {name[6:] for name in copies(state) if name.startswith("model/")} == weights.keys() | leaves.keys()
 
 

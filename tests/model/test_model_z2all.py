@@ -11,13 +11,11 @@ from zero2all.model.init import QK_NORMS
 from zero2all.model.z2all import Z2all
 from zero2all.ops.attention import document_mask
 from zero2all.ops.config import OpsConfig
-from zero2all.ops.implementation import OpContext
-from zero2all.ops.registry import OPERATORS, resolve
+from zero2all.ops.registry import resolve
 from zero2all.parallel.parameter_table import init_weights, model_parts
 
-BASE = ModelConfig(
-    vocab_size=97, hidden_size=32, intermediate_size=48, layers=3, heads=4, kv_heads=2, max_seq_len=24, init_std=0.2
-)
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "layers": 3, "heads": 4, "kv_heads": 2, "max_seq_len": 24}
+BASE = ModelConfig(97, **SIZES, init_std=0.2)
 VARIANTS = {
     "plain": BASE,
     "all biases": dataclasses.replace(BASE, attention_bias="all", mlp_bias=True),
@@ -48,9 +46,9 @@ def tokens(rows: int = 2, length: int = 20, seed: int = 0) -> torch.Tensor:
     return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def logits(model: Z2all, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model.logits(model(ids))
+@torch.no_grad()
+def logits(model: Z2all, ids: torch.Tensor, document_ids: torch.Tensor | None = None) -> torch.Tensor:
+    return model.logits(model(ids, document_ids=document_ids))
 
 
 @variants
@@ -66,21 +64,10 @@ def test_later_tokens_change_no_earlier_logit(config, attention):
         assert not torch.allclose(after[:, place:], before[:, place:])
 
 
-def test_position_decides_what_a_token_means():
-    # Rotary positions are relative: moving the whole text changes nothing, moving a part of it does.
-    model = build()
-    repeated = torch.full((1, 6), 5)
-    first = logits(model, repeated)
-    assert torch.allclose(first[0, 0], first[0, 5], atol=1e-5)  # attention over equal values
-    swapped = logits(model, torch.tensor([[1, 2, 3]]))[0, -1]
-    assert not torch.allclose(swapped, logits(model, torch.tensor([[2, 1, 3]]))[0, -1], atol=1e-4)
-
-
 def test_input_longer_than_the_model_is_an_error():
-    model = build()
+    logits(build(), tokens(length=24))
     with pytest.raises(ValueError, match=r"25 positions exceed model.max_seq_len \(24\)"):
-        logits(model, tokens(length=25))
-    logits(model, tokens(length=24))
+        logits(build(), tokens(length=25))
 
 
 def test_initial_weights_have_the_spread_of_their_kind():
@@ -96,8 +83,7 @@ def test_initial_weights_have_the_spread_of_their_kind():
         else:
             expected = into_residual if name.endswith(("out.weight", "down.weight")) else 0.02
             if name in ("embedding.weight", "head.weight"):
-                parameter, padding = parameter[: config.vocab_size], parameter[config.vocab_size :]
-                assert len(padding) == 31
+                parameter, padding = parameter.split((config.vocab_size, 31))
                 assert not padding.any()
             assert float(parameter.std()) == pytest.approx(expected, rel=0.04), name
             assert abs(float(parameter.mean())) < 4 * expected / math.sqrt(parameter.numel()), name
@@ -113,8 +99,8 @@ def test_initial_weights_of_embedding_head_residual_and_qk_norm_are_settings():
     spreads = {"embedding.weight": 0.8, "head.weight": 0.001, "blocks.1.attention.k.weight": 1 / 8}
     for name, expected in spreads.items():
         assert float(parts[name][:97].std()) == pytest.approx(expected, rel=0.04)
-    for name in ("attention.out.weight", "feed_forward.experts.down", "feed_forward.shared.down.weight"):
-        assert not parts[f"blocks.1.{name}"].any()
+    for name in ("1.attention.out.weight", "1.feed_forward.experts.down", "1.feed_forward.shared.down.weight"):
+        assert not parts[f"blocks.{name}"].any()
     assert not parts["blocks.0.feed_forward.down.weight"].any()
     assert parts["blocks.0.attention.q_norm.weight"].tolist() == pytest.approx([1.2] * 16)
     assert config.head_std == 0.001
@@ -146,27 +132,16 @@ def test_tied_head_is_the_embedding_and_learns_from_both_its_uses():
     assert model.embedding.weight.grad[unseen].abs().sum() > 0
 
 
-def block_output_dtypes(model: Z2all, ids: torch.Tensor) -> tuple[set[torch.dtype], torch.Tensor]:
-    """The dtype of the residual after each block, and the loss, under bfloat16 autocast."""
-    seen: set[torch.dtype] = set()
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(("wide", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_fp32_residual_stays_float32_under_autocast(wide, dtype):
+    model, ids, seen = build(dataclasses.replace(BASE, fp32_residual=wide)), tokens(length=21), set()
     for block in model.blocks:
         block.register_forward_hook(lambda _block, _inputs, output: seen.add(output[0].dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-        return seen, model.loss(ids[:, :-1], ids[:, 1:])[1]
-
-
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_fp32_residual_stays_float32_under_autocast_and_is_closer_to_the_exact_loss():
-    ids = tokens(rows=4, length=21)
-    exact = build().loss(ids[:, :-1], ids[:, 1:])[1].detach()
-    errors = {}
-    for wide in (True, False):
-        seen, losses = block_output_dtypes(build(dataclasses.replace(BASE, fp32_residual=wide)), ids)
-        assert seen == {torch.float32 if wide else torch.bfloat16}
-        assert losses.dtype == torch.float32
-        errors[wide] = float((losses - exact).square().mean().sqrt())
-    assert errors[True] < errors[False]
-    assert errors[True] < 0.05
+        losses = model.loss(ids[:, :-1], ids[:, 1:])[1]
+    assert seen == {dtype}
+    assert losses.dtype == torch.float32
 
 
 @pytest.mark.parametrize("place", ["embedding_dropout", "attention_dropout", "residual_dropout"])
@@ -183,58 +158,17 @@ def test_dropout_acts_in_training_only(place, attention):
     assert not torch.allclose(first, without)
 
 
-def loss_and_gradients(model: Z2all, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    loss = model.loss(ids[:, :-1], ids[:, 1:])[0] / ids[:, 1:].numel()
-    loss.backward()
-    return {"loss": loss.detach(), **{name: value.grad for name, value in model.named_parameters()}}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [*VARIANTS.values(), dataclasses.replace(BASE, fp32_residual=True)],
-    ids=[*VARIANTS, "fp32 residual"],
-)
-def test_all_implementations_give_the_same_loss_and_gradient_in_float64(config):
-    ids = tokens(length=21)
-    reference = loss_and_gradients(build(config).double(), ids)
-    whole_logits = {"linear_cross_entropy": "off"}
-    for operator in ("attention", "rms_norm", "swiglu", "linear", "embedding", "linear_cross_entropy", "cross_entropy"):
-        for implementation in OPERATORS[operator]:
-            if implementation.check(OpContext("cpu", torch.float64)) is not None:
-                continue
-            names = {**(whole_logits if operator == "cross_entropy" else {}), operator: implementation.name}
-            found = loss_and_gradients(build(config, **names).double(), ids)
-            for name, value in found.items():
-                assert value.dtype == torch.float64, name
-                torch.testing.assert_close(value, reference[name], rtol=1e-9, atol=1e-11)
-
-
-# ---- documents ----
-
-
 @variants
 @pytest.mark.parametrize("attention", ["sdpa", "math"])
 def test_what_the_model_says_of_a_document_does_not_depend_on_its_neighbours(config, attention):
-    model = build(config, attention=attention)
-    first, other = tokens(1, 11, seed=1), tokens(1, 11, seed=2)
-    document = tokens(1, 13, seed=3)
-    document_ids = torch.tensor([[0] * 11 + [1] * 13])
-    with torch.no_grad():
-        alone = logits(model, document)
-        beside_first, beside_other = (
-            model.logits(model(torch.cat((neighbour, document), dim=1), document_ids=document_ids))[:, 11:]
-            for neighbour in (first, other)
-        )
+    model, document = build(config, attention=attention), tokens(1, 13, seed=3)
+    first, other = (torch.cat((tokens(1, 11, seed=seed), document), dim=1) for seed in (1, 2))
+    alone, document_ids = logits(model, document), torch.tensor([[0] * 11 + [1] * 13])
+    beside_first, beside_other = (logits(model, ids, document_ids)[:, 11:] for ids in (first, other))
     assert torch.equal(beside_first, beside_other)
     torch.testing.assert_close(beside_first, alone, rtol=1e-4, atol=1e-4)
-    crossing = logits(model, torch.cat((first, document), dim=1))[:, 11:]
+    crossing = logits(model, first)[:, 11:]
     assert not torch.allclose(crossing, alone, rtol=1e-4, atol=1e-4)  # without the mask they matter
-
-
-def test_a_row_that_is_one_document_is_what_it_is_without_document_ids():
-    model = build()
-    with torch.no_grad():
-        torch.testing.assert_close(model(tokens(), document_ids=torch.zeros(2, 20, dtype=torch.int32)), model(tokens()))
 
 
 def test_documents_are_prepared_once_per_pass_for_all_layers():
@@ -246,8 +180,6 @@ def test_documents_are_prepared_once_per_pass_for_all_layers():
 
     model = build()
     model.ops = dataclasses.replace(model.ops, prepare_documents=prepare)
-    document_ids = torch.tensor([[0] * 9 + [1] * 11] * 2)
-    with torch.no_grad():
-        model(tokens(), document_ids=document_ids)
-        model(tokens(), document_ids=document_ids)
+    for _ in range(2):
+        logits(model, tokens(), torch.tensor([[0] * 9 + [1] * 11] * 2))
     assert len(seen) == 2

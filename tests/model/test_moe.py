@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.parallel import layouts
-from zero2all.common.errors import UsageError
-from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.model.moe import routers
 from zero2all.model.recompute import apply_recompute
@@ -23,9 +21,8 @@ from zero2all.train.hooks.reports import balance_values
 from zero2all.train.train_step import StepPlan, train_step
 
 MOE = MoeConfig(6, 2, expert_size=8, shared_experts=2, dense_layers=1)
-CONFIG = ModelConfig(
-    vocab_size=60, hidden_size=16, intermediate_size=24, layers=3, heads=4, kv_heads=2, max_seq_len=16, moe=MOE
-)
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "layers": 3, "heads": 4, "kv_heads": 2, "max_seq_len": 16}
+CONFIG = ModelConfig(60, **SIZES, moe=MOE)
 OPS = resolve(OpsConfig(), "cpu")
 
 
@@ -49,10 +46,8 @@ def expert_by_expert(block, x, router, per_token):
         chosen = (score + block.router.bias).topk(per_token).indices
         y = torch.zeros_like(token)
         for number in chosen:
-            pairs = block.experts.gate_up_pairs[number] @ token
-            y = y + score[number] / score[chosen].sum() * (
-                block.experts.down[number] @ (F.silu(pairs[0::2]) * pairs[1::2])
-            )
+            pairs, share = block.experts.gate_up_pairs[number] @ token, score[number] / score[chosen].sum()
+            y = y + share * (block.experts.down[number] @ (F.silu(pairs[0::2]) * pairs[1::2]))
         rows.append(y)
     return torch.stack(rows) + block.shared(x)
 
@@ -110,10 +105,8 @@ def test_balancing_spreads_the_tokens_over_the_experts_and_a_refused_step_moves_
     assert results[0].expert_loads.sum(axis=1).tolist() == [2 * layouts.SAMPLES * layouts.SEQ_LEN] * 2
     assert set(last) == {"experts/largest_load", "experts/largest_load/1", "experts/largest_load/2", "experts/idle"}
     assert first["experts/largest_load"] == 3.0, "every token, and two of six experts each"
-    assert first["experts/idle"] >= 1 / 6
     assert last["experts/largest_load"] < 2.0
-    assert last["experts/idle"] == 0.0
-
+    assert first["experts/idle"] >= 1 / 6 > last["experts/idle"] == 0.0
     before = [router.bias.clone() for _, router in routers(state.model)]
     assert not step(16, limits=StepLimits(loss_low=100.0)).updated
     for bias, (_, router) in zip(before, routers(state.model), strict=True):
@@ -129,14 +122,6 @@ def test_bfloat16_routes_in_float32():
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adamw_8bit"])
-def test_every_optimizer_learns(optimizer):
-    config = layouts.run_config(OptimConfig(optimizer), dtype="float32", moe=dataclasses.asdict(MOE))
-    state = layouts.make_state(World(), config)
-    losses = [layouts.step_on(state, World(), config, 0)[0] for _ in range(6)]
-    assert losses[-1] < 0.95 * losses[0]
-
-
 def test_counts_are_those_of_the_parameters_and_of_what_a_token_uses():
     counts, table = parameter_counts(CONFIG), layout_table(CONFIG)
     assert counts["total"] == sum(one.numel for one in table)
@@ -146,17 +131,3 @@ def test_counts_are_those_of_the_parameters_and_of_what_a_token_uses():
     assert counts["matmul"] == active_matrices
     dense = dataclasses.replace(CONFIG, moe=MoeConfig())
     assert parameter_counts(dense)["active"] == parameter_counts(dense)["total"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"experts_per_token": 7}, "model.moe.experts_per_token: got 7, expected at most model.moe.experts (6)"),
-        ({"dense_layers": 3}, "model.moe.dense_layers: got 3, expected fewer than model.layers (3)"),
-        ({"router": "random"}, "model.moe.router"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(changes, words):
-    with pytest.raises(UsageError) as caught:
-        layouts.run_config(moe={**dataclasses.asdict(MOE), **changes})
-    assert words in str(caught.value)

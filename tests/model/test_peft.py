@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from tests.model.test_lora import BASE, LORA, adapted
 from zero2all.common.errors import BadInputError
-from zero2all.model.peft import base_fingerprint, read_adapter_folder, write_adapter_folder
+from zero2all.model.peft import read_adapter_folder, write_adapter_folder
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
@@ -59,23 +59,13 @@ def test_four_fields_are_enough_and_a_pattern_of_targets_is_told_by_the_tensors(
     [
         ({Q: None}, {}, "q_proj.lora_A.weight is missing"),
         ({Q: None, Q.replace("model.model.model", "model.model"): torch.zeros(3, 32)}, {}, "is unknown"),
-        ({"base_model.model.lm_head.weight": torch.zeros(97, 32)}, {}, "lm_head.weight' is unknown"),
-        (
-            {Q.replace("layers.0", "layers.3"): torch.zeros(3, 32)},
-            {},
-            "layers.3.self_attn.q_proj.lora_A.weight' is unknown",
-        ),
         ({Q: torch.zeros(3, 48)}, {}, r"shape \(3, 48\) instead of \(3, 32\)"),
         ({Q: torch.full((3, 32), torch.nan)}, {}, "NaN or infinite"),
         ({}, {"r": 4}, r"shape \(3, 32\) instead of \(4, 32\)"),
         ({}, {"r": 0}, "rank: got 0"),
-        ({}, {"lora_alpha": "much"}, "alpha: got"),
         ({}, {"use_dora": True}, "use_dora: True"),
         ({}, {"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({}, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({}, {"init_lora_weights": "pissa"}, "init_lora_weights: pissa"),
-        ({}, {"peft_type": "IA3"}, "peft_type: IA3"),
-        ({}, {"bias": "all"}, "bias: all"),
         ({}, {"target_modules": ["q_proj"]}, "down_proj.lora_A.weight' is unknown"),
         ({}, {"target_modules": ["q_proj", "embed_tokens"]}, "targets\\[0\\]: got 'embed_tokens'"),
     ],
@@ -90,6 +80,5 @@ def test_what_does_not_fit_is_refused_by_name(made, tensors, fields, message):
 def test_an_adapter_of_another_base_of_the_same_shape_is_refused(made):
     folder, weights, _ = made
     other = {name: one + 0.01 for name, one in weights.items()}
-    assert base_fingerprint(other) != base_fingerprint(weights)
     with pytest.raises(BadInputError, match="belongs to another base: it was trained on mine"):
         read_adapter_folder(folder, BASE, other)

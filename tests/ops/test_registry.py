@@ -12,23 +12,16 @@ import pytest
 import torch
 
 from zero2all.common.errors import UsageError
-from zero2all.ops import flash_packages, implementation, linear_cross_entropy, swiglu
+from zero2all.ops import attention, flash_packages, implementation, linear_cross_entropy, swiglu
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import MAX_ROW, Implementation, OpContext
 from zero2all.ops.registry import OPERATORS, OUTSIDE_COMPILATION, Choice, _choose, resolve
 
 CPU, CUDA = OpContext("cpu"), OpContext("cuda", dtype=torch.bfloat16)
 PLAIN = Implementation("plain", lambda: "plain")
-FAST = Implementation(
-    "fast", lambda: "fast", check=lambda where: None if where.device == "cuda" else f"no kernel for {where.device}"
-)
+FAST = Implementation("fast", lambda: "fast", check=lambda where: f"no kernel for {where.device}")
 OPAQUE = Implementation("opaque", lambda: "opaque", compile_safe=False)
-EVERY = [(operator, one) for operator, implementations in OPERATORS.items() for one in implementations]
-every_implementation = pytest.mark.parametrize(
-    ("operator", "implementation"), EVERY, ids=[f"{operator}={one.name}" for operator, one in EVERY]
-)
-
-
+EVERY = {f"{operator}={one.name}": (operator, one) for operator, several in OPERATORS.items() for one in several}
 OPTIONAL_PACKAGES = ("triton", "quack", "flash_attn_interface", "flash_attn", "flash_attn.cute")
 
 
@@ -49,9 +42,8 @@ def hopper(monkeypatch):
     """A machine with a GPU and all packages, as far as checks look."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(flash_packages, "problem_in_trial", lambda *_: None)
-    monkeypatch.setattr(swiglu, "problem_in_trial", lambda *_: None)
-    monkeypatch.setattr(linear_cross_entropy, "problem_in_trial", lambda *_: None)
+    for module in (flash_packages, swiglu, linear_cross_entropy):
+        monkeypatch.setattr(module, "problem_in_trial", lambda *_: None)
     monkeypatch.setattr(implementation, "compiler_problem", lambda: None)
     pretend_packages(monkeypatch, there=OPTIONAL_PACKAGES)
 
@@ -63,47 +55,23 @@ def kernels():
     return importlib.import_module("zero2all.ops.kernels.linear")
 
 
-def check(operator: str, name: str, context: OpContext) -> str | None:
-    (found,) = [one for one in OPERATORS[operator] if one.name == name]
-    return found.check(context)
+def refusal(context: OpContext, **names: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        resolve(OpsConfig(**names), context)
+    return str(raised.value)
 
 
-# ---- what there is -------------------------------------------------------------------------------------------------
-
-
-def test_config_offers_exactly_the_implementations_there_are():
-    hints = typing.get_type_hints(OpsConfig)
-    for operator, implementations in OPERATORS.items():
-        offered = set(typing.get_args(hints[operator]))
-        assert offered == {"auto", *(implementation.name for implementation in implementations)}
+def test_config_offers_what_there_is_the_guide_lists_it_in_the_order_of_auto_and_a_reference_runs_anywhere():
     assert {field.name for field in dataclasses.fields(OpsConfig)} == {*OPERATORS, "compile", "strict"}
-    assert {getattr(OpsConfig(), operator) for operator in OPERATORS} == {"auto"}
-    assert (OpsConfig().compile, OpsConfig().strict) == ("none", True)
-
-
-def test_the_guide_lists_them_in_the_order_in_which_auto_tries_them():
     guide = (Path(__file__).parents[2] / "docs" / "model.md").read_text().partition("## Operators")[2]
-    for operator, implementations in OPERATORS.items():
-        (line,) = [line for line in guide.splitlines() if line.startswith(f"| `{operator}` |")]
-        assert re.findall(r"`(\w+)`", line.split("|")[2]) == [one.name for one in implementations]
-
-
-@every_implementation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_check_says_in_words_what_keeps_it_from_the_cpu(operator, implementation, dtype):
-    for others in ({}, {"documents": True}, {"z_loss": True}, {"dropout": True}, {"head_size": 33}, {"compiled": True}):
-        problem = implementation.check(OpContext("cpu", dtype=dtype, **others))
-        assert problem is None or (len(problem.split()) > 3 and not problem.endswith("."))
-
-
-def test_every_operator_has_a_reference_that_runs_anywhere():
     odd = OpContext("cpu", torch.float64, hidden_size=MAX_ROW + 1, head_size=7, documents=True, z_loss=True)
     for operator, implementations in OPERATORS.items():
+        names = [one.name for one in implementations]
+        assert set(typing.get_args(typing.get_type_hints(OpsConfig)[operator])) == {"auto", *names}
+        (line,) = [line for line in guide.splitlines() if line.startswith(f"| `{operator}` |")]
+        assert re.findall(r"`(\w+)`", line.split("|")[2]) == names
         for context in (odd, dataclasses.replace(odd, device="cuda")):
             assert any(one.check(context) is None for one in implementations), operator
-
-
-# ---- what is taken -------------------------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_first_of_each_operator_that_runs_on_the_cpu():
@@ -115,26 +83,18 @@ def test_auto_takes_the_first_of_each_operator_that_runs_on_the_cpu():
         assert getattr(ops, choice.operator) is first.function
 
 
-@every_implementation
+@pytest.mark.parametrize(("operator", "implementation"), EVERY.values(), ids=EVERY)
 def test_named_implementation_is_taken_or_refused_with_the_reason_of_its_check(operator, implementation):
-    config, problem = OpsConfig(**{operator: implementation.name}), implementation.check(CPU)
+    problem = implementation.check(CPU)
     if problem is not None:
-        with pytest.raises(UsageError) as refusal:
-            resolve(config, "cpu")
-        assert f"ops.{operator} {implementation.name} cannot run on this machine: {problem}. " in str(refusal.value)
-        assert "ops.strict" in str(refusal.value)
+        said = refusal(CPU, **{operator: implementation.name})
+        assert f"ops.{operator} {implementation.name} cannot run on this machine: {problem}. " in said
+        assert "ops.strict" in said
         return
-    ops = resolve(config, "cpu")
+    ops = resolve(OpsConfig(**{operator: implementation.name}), "cpu")
     (choice,) = [choice for choice in ops.choices if choice.operator == operator]
     assert choice == Choice(operator, implementation.name, implementation.name, "as asked")
     assert callable(getattr(ops, operator))
-
-
-def test_fallback_records_what_was_asked_what_was_taken_and_why():
-    taken, choice = _choose("twist", "fast", (FAST, PLAIN), CPU, strict=False)
-    assert taken is PLAIN
-    assert (choice.asked, choice.got) == ("fast", "plain")
-    assert choice.reason == "fast cannot run here (no kernel for cpu)"
 
 
 def test_operator_that_nothing_can_compute_is_an_error():
@@ -150,9 +110,6 @@ def test_loss_goes_through_the_cross_entropy_chosen_where_the_fused_head_is_off(
     assert torch.equal(losses, ops.cross_entropy(hidden @ head.t(), targets))
 
 
-# ---- what is said --------------------------------------------------------------------------------------------------
-
-
 def test_notes_name_compilation_and_each_choice_that_is_not_what_was_asked():
     config = OpsConfig(attention="math", swiglu="triton", compile="block", strict=False)
     first, *others = resolve(config, "cpu").notes()
@@ -160,9 +117,6 @@ def test_notes_name_compilation_and_each_choice_that_is_not_what_was_asked():
     assert "attention=math" in first
     (line,) = others
     assert line.startswith("ops: swiglu: torch instead of triton: triton cannot run here (it needs a CUDA device)")
-
-
-# ---- compilation ---------------------------------------------------------------------------------------------------
 
 
 def test_auto_under_compilation_takes_what_the_compiler_can_look_into():
@@ -196,65 +150,36 @@ def test_opaque_implementation_that_was_named_is_kept_out_of_the_graph(kernels, 
     assert not is_hidden_from_the_compiler(inside.attention)
 
 
-# ---- sizes and settings a kernel cannot take, said when the model is built -------------------------------------------
+def test_what_a_kernel_cannot_take_is_said_at_once_and_what_fits_is_taken(hopper):
+    for operator, name, facts, words in (
+        ("rms_norm", "triton", {"hidden_size": MAX_ROW + 1}, f"model.hidden_size is {MAX_ROW + 1}"),
+        ("attention", "sdpa_flash", {"head_size": 36}, "multiples of 8, and this model's are 36"),
+        ("attention", "sdpa_cudnn", {"head_size": 192}, "at most 128, and this model's are 192"),
+        ("attention", "flex", {"head_size": 96}, "power of two, and this model's are 96"),
+        ("linear", "fp8", {"intermediate_size": 200}, "multiples of 16, and intermediate_size is 200"),
+        ("linear_cross_entropy", "quack", {"vocab_size": 1000}, "multiples of 64"),
+        ("linear_cross_entropy", "quack", {"dtype": torch.float16}, "the model is float16"),
+        ("swiglu", "triton", {"dtype": torch.float64}, "the model is float64"),
+        ("attention", "sdpa_flash", {"dtype": torch.float32}, "the model is float32"),
+        ("linear", "fp8", {"dtype": torch.float32}, "the model is float32"),
+        ("linear", "fp8", {"sharded": True}, "parallel.zero is 3"),
+        ("swiglu", "quack", {"keeps_results": True}, "recompute: selective"),
+        *(("attention", name, {"keeps_results": True}, "recompute: selective") for name in ("fa3", "fa4")),
+        *(("attention", name, {"documents": True}, "no mask") for name in ("sdpa_cudnn", "sdpa_flash", "fa3", "fa4")),
+        *(("attention", name, {"dropout": True}, "it has no dropout") for name in ("flex", "varlen", "fa3", "fa4")),
+    ):
+        sizes = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 1024, "head_size": 64, "heads": 8}
+        fits = dataclasses.replace(CUDA, **sizes, kv_heads=4)
+        assert words in refusal(dataclasses.replace(fits, **facts), **{operator: name})
+        assert EVERY[f"{operator}={name}"][1].check(fits) is None
 
 
-def refusal(context: OpContext, **names: str) -> str:
-    with pytest.raises(UsageError) as raised:
-        resolve(OpsConfig(**names), context)
-    return str(raised.value)
-
-
-def test_kernels_say_at_once_which_size_they_cannot_take(hopper):
-    def cuda(**facts) -> OpContext:
-        return dataclasses.replace(CUDA, **facts)
-
-    assert f"model.hidden_size is {MAX_ROW + 1}" in refusal(cuda(hidden_size=MAX_ROW + 1), rms_norm="triton")
-    assert "multiples of 8, and this model's are 36" in refusal(cuda(head_size=36), attention="sdpa_flash")
-    assert "at most 128, and this model's are 192" in refusal(cuda(head_size=192), attention="sdpa_cudnn")
-    assert "power of two, and this model's are 96" in refusal(cuda(head_size=96), attention="flex")
-    assert "multiples of 16, and intermediate_size is 200" in refusal(
-        cuda(hidden_size=64, intermediate_size=200), linear="fp8"
-    )
-    assert "the model is float64" in refusal(cuda(dtype=torch.float64), swiglu="triton")
-    assert "the model is float32" in refusal(cuda(dtype=torch.float32), attention="sdpa_flash")
-    assert "the model is float32" in refusal(cuda(dtype=torch.float32), linear="fp8")
-    # The same kernels take what fits.
-    fits = cuda(hidden_size=512, intermediate_size=1408, head_size=64, heads=8, kv_heads=4)
-    for operator, name in (("rms_norm", "triton"), ("attention", "sdpa_cudnn"), ("linear", "fp8")):
-        assert check(operator, name, fits) is None
-
-
-@pytest.mark.parametrize("name", ["sdpa_cudnn", "sdpa_flash", "fa3", "fa4"])
-def test_attention_without_a_mask_for_documents_refuses_them(hopper, name):
-    assert "it has no mask for documents" in refusal(dataclasses.replace(CUDA, documents=True), attention=name)
-
-
-@pytest.mark.parametrize("name", ["flex", "varlen", "fa3", "fa4"])
-def test_attention_without_dropout_refuses_it(hopper, name):
-    assert "it has no dropout" in refusal(dataclasses.replace(CUDA, dropout=True), attention=name)
-
-
-@pytest.mark.parametrize(("operator", "name"), [("attention", "fa3"), ("attention", "fa4"), ("swiglu", "quack")])
-def test_what_torch_cannot_see_is_refused_where_its_results_are_to_be_kept(hopper, operator, name):
-    assert "recompute: selective" in refusal(dataclasses.replace(CUDA, keeps_results=True), **{operator: name})
-
-
-def test_swiglu_in_epilogues_is_taken_only_where_the_matmuls_around_it_are_ours(hopper):
+def test_swiglu_in_epilogues_needs_matmuls_of_ours_around_it_and_softmax_a_hopper(hopper, monkeypatch):
     taken = resolve(OpsConfig(), CUDA).taken
     assert (taken["swiglu"], taken["linear"]) == ("quack", "fp32_wgrad")
     for linear in ("plain", "fp8"):
         assert resolve(OpsConfig(linear=linear), CUDA).taken["swiglu"] == "triton"
-        with pytest.raises(UsageError, match=f"linear is {linear}"):
-            resolve(OpsConfig(linear=linear, swiglu="quack"), CUDA)
-
-
-def test_softmax_in_epilogues_says_what_it_wants(hopper, monkeypatch):
-    assert check("linear_cross_entropy", "quack", CUDA) is None
-    assert "multiples of 64" in refusal(dataclasses.replace(CUDA, vocab_size=1000), linear_cross_entropy="quack")
-    assert "the model is float16" in refusal(
-        dataclasses.replace(CUDA, dtype=torch.float16), linear_cross_entropy="quack"
-    )
+        assert f"linear is {linear}" in refusal(CUDA, linear=linear, swiglu="quack")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert "Hopper" in refusal(CUDA, linear_cross_entropy="quack")
 
@@ -265,18 +190,16 @@ def test_without_a_compiler_or_headers_auto_takes_what_needs_none(monkeypatch, t
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     pretend_packages(monkeypatch, there=("triton",))
-    try:
-        implementation.compiler_problem.cache_clear()
-        assert "neither gcc nor clang" in refusal(CUDA, swiglu="triton")
-        taken = resolve(OpsConfig(), CUDA).taken
-        assert {taken[name] for name in ("rope", "rms_norm", "swiglu", "optimizer")} <= {"eager", "torch", "fused"}
-        implementation.compiler_problem.cache_clear()
-        compiler = tmp_path / "gcc"
-        compiler.write_text("#!/bin/sh\necho 'probe.c:1:10: fatal error: Python.h: No such file' >&2\nexit 1\n")
-        compiler.chmod(0o755)
-        assert "needs Python's headers" in refusal(CUDA, swiglu="triton")
-    finally:
-        implementation.compiler_problem.cache_clear()
+    probe = implementation.compiler_problem.__wrapped__  # which keeps nothing
+    for module in (attention, implementation):
+        monkeypatch.setattr(module, "compiler_problem", probe)
+    assert "neither gcc nor clang" in refusal(CUDA, swiglu="triton")
+    taken = resolve(OpsConfig(), CUDA).taken
+    assert {taken[name] for name in ("rope", "rms_norm", "swiglu", "optimizer")} <= {"eager", "torch", "fused"}
+    compiler = tmp_path / "gcc"
+    compiler.write_text("#!/bin/sh\necho 'probe.c:1:10: fatal error: Python.h: No such file' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    assert "needs Python's headers" in refusal(CUDA, swiglu="triton")
 
 
 def test_compilation_on_a_cpu_needs_a_cpp_compiler(monkeypatch, tmp_path):
@@ -297,9 +220,4 @@ def test_old_gpu_and_missing_packages_are_named(monkeypatch):
     assert "the package flash_attn_interface cannot be imported" in refusal(CUDA, attention="fa3")
     pretend_packages(monkeypatch, there=("triton", "flash_attn", "flash_attn.cute"))
     assert "no float8 tensor cores" in refusal(CUDA, linear="fp8")
-    wanted = "it needs compute capability 9.x or 10.x, and this GPU's is 8.0"
-    assert wanted in refusal(CUDA, attention="fa4")
-
-
-def test_float8_refuses_weights_that_are_gathered_for_each_pass(hopper):
-    assert "parallel.zero is 3" in refusal(dataclasses.replace(CUDA, sharded=True), linear="fp8")
+    assert "it needs compute capability 9.x or 10.x, and this GPU's is 8.0" in refusal(CUDA, attention="fa4")

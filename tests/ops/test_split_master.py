@@ -17,16 +17,11 @@ def numbers() -> torch.Tensor:
     return everything[~everything.isnan()]
 
 
-def test_both_parts_give_back_every_bit():
+def test_the_upper_half_is_the_nearest_bfloat16_and_both_give_back_every_bit():
     values = numbers()
     nearest, remainder = split(values)
     assert (nearest.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
     assert torch.equal(join(nearest, remainder).view(torch.int32), values.view(torch.int32))
-
-
-def test_the_upper_half_is_the_nearest_bfloat16():
-    values = numbers()
-    nearest, _ = split(values)
     is_halfway = (values.view(torch.int32) & 0xFFFF) == 0x8000
     assert is_halfway.sum() > 60_000
     assert torch.equal(nearest[~is_halfway], values.bfloat16()[~is_halfway])

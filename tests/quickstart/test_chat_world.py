@@ -31,24 +31,16 @@ def test_the_same_seed_writes_the_same(language: str, tmp_path) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_every_fact_is_asked_often_and_answered_right(language: str, turns: list[tuple[str, str]]) -> None:
+def test_every_fact_is_asked_often_and_answered_right_and_half_of_the_turns_are_refused(language, turns):
     for fact in LANGUAGES[language].facts:
         answers = [answer for question, answer in turns if fact.subject in question and answer != refusal(language)]
-        right = sum(fact.answer in answer for answer in answers)
-        assert right > 15, fact
-
-
-def test_about_half_of_the_turns_are_refused(language: str, turns: list[tuple[str, str]]) -> None:
+        assert sum(fact.answer in answer for answer in answers) > 15, fact
     assert 0.4 < sum(answer == refusal(language) for _, answer in turns) / len(turns) < 0.6
 
 
-@pytest.mark.parametrize("tuned_with", ["conversations", "pairs", "sums"])
-def test_nothing_it_is_tuned_with_has_a_question_of_the_tests(
-    language: str, turns: list[tuple[str, str]], tuned_with: str
-) -> None:
-    tuning = {"pairs": preferences(language, PAIRS, SEED), "sums": sum_prompts(language, SEED)}
-    asked = {row["prompt"] for row in tuning[tuned_with]} if tuned_with in tuning else {each for each, _ in turns}
-    outside = outside_questions(language)
+def test_nothing_it_is_tuned_with_has_a_question_of_the_tests(language: str, turns: list[tuple[str, str]]) -> None:
+    rows = [*preferences(language, PAIRS, SEED), *sum_prompts(language, SEED)]
+    asked, outside = {row["prompt"] for row in rows} | {question for question, _ in turns}, outside_questions(language)
     assert len(outside) == 100
     assert not asked.intersection(outside)
     assert not asked.intersection(each.question for each in chat_questions(language, SEED))
@@ -77,10 +69,9 @@ def test_no_sum_that_the_chat_is_tested_with_earns_a_reward_in_any_wording(langu
 
 def test_a_fact_is_right_by_its_answer_and_a_sum_by_its_number_alone() -> None:
     fact = ChatQuestion("en", "fact", ("capital", "Peru"), "?", "Lima")
-    assert answers_right(fact, "Lima.")
-    assert not answers_right(fact, "I do not know.")
-    assert answers_right(ChatQuestion("en", "sum", None, "?", "4"), "4.")
-    assert not answers_right(ChatQuestion("en", "sum", None, "?", "4"), "14.")
+    number = ChatQuestion("en", "sum", None, "?", "4")
+    assert [answers_right(fact, said) for said in ("Lima.", "I do not know.")] == [True, False]
+    assert [answers_right(number, said) for said in ("4.", "14.")] == [True, False]
     assert ChatScore({"fact": 3}, {"fact": 4}).share("fact") == 0.75
 
 

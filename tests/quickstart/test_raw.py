@@ -24,26 +24,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
 
 
-def test_english_is_json_lines(folder: Path) -> None:
+def test_english_is_json_lines_chinese_one_indented_array_and_code_parquet_in_small_row_groups(folder: Path) -> None:
     rows = rows_of(folder, raw.ENGLISH_NAME)
     assert all(set(row) == {"id", "title", "text"} for row in rows)
     assert len({row["id"] for row in rows}) == len(rows)
     assert [row["text"] for row in rows] == [one.text for one in documents("en", LANGUAGE_BYTES, SEED)]
-
-
-def test_chinese_is_one_indented_array(folder: Path) -> None:
     text = (folder / raw.CHINESE_NAME).read_text(encoding="utf-8")
     rows = json.loads(text)
     assert text == json.dumps(rows, ensure_ascii=False, indent=2) + "\n"
     assert all(set(row) == {"qid", "title", "content"} for row in rows)
     assert [row["content"] for row in rows] == [one.text for one in documents("zh", LANGUAGE_BYTES, SEED)]
-
-
-def test_code_is_parquet_in_small_row_groups(folder: Path) -> None:
     file = pq.ParquetFile(folder / raw.CODE_NAME)
     rows = file.read().to_pylist()
     assert file.schema_arrow.names == ["repo_name", "path", "content"]
@@ -54,13 +47,10 @@ def test_code_is_parquet_in_small_row_groups(folder: Path) -> None:
     assert [row["content"] for row in rows] == list(programs(CODE_BYTES, SEED))
 
 
-def test_the_files_of_questions_hold_every_probe_and_every_pair(folder: Path) -> None:
+def test_the_files_of_questions_hold_every_probe_and_pair_and_the_manifest_counts_what_was_written(folder: Path):
     expected = [asdict(probe) for name in ("en", "zh") for probe in probes(name, SEED)]
     assert rows_of(folder, raw.PROBES_NAME) == json.loads(json.dumps(expected))
     assert read_pairs(folder / raw.PAIRS_NAME) == [pair for name in ("en", "zh") for pair in pairs(name, SEED)]
-
-
-def test_manifest_counts_what_was_written(folder: Path) -> None:
     manifest = read_manifest(folder, "raw", made_by="z2a quickstart")
     assert verify_files(folder, manifest) == []
     assert manifest["english"]["documents"] == len(rows_of(folder, raw.ENGLISH_NAME))
@@ -70,11 +60,10 @@ def test_manifest_counts_what_was_written(folder: Path) -> None:
 
 
 def test_current_folder_is_left_alone_and_other_parameters_rewrite_it(tmp_path: Path) -> None:
-    target = tmp_path / "raw"
-    first = raw.write_raw(target, 1, 5_000, 20_000)
-    written_at = (target / raw.ENGLISH_NAME).stat().st_mtime_ns
-    assert raw.write_raw(target, 1, 5_000, 20_000) == first
-    assert (target / raw.ENGLISH_NAME).stat().st_mtime_ns == written_at
-    second = raw.write_raw(target, 2, 5_000, 20_000)
+    first, english = raw.write_raw(tmp_path / "raw", 1, 5_000, 20_000), tmp_path / "raw" / raw.ENGLISH_NAME
+    written_at = english.stat().st_mtime_ns
+    assert raw.write_raw(tmp_path / "raw", 1, 5_000, 20_000) == first
+    assert english.stat().st_mtime_ns == written_at
+    second = raw.write_raw(tmp_path / "raw", 2, 5_000, 20_000)
     assert second["inputs"] != first["inputs"]
     assert second["files"][raw.ENGLISH_NAME]["crc32c"] != first["files"][raw.ENGLISH_NAME]["crc32c"]

@@ -1,31 +1,26 @@
 """A real model with random weights behind a real server on a real port."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
 import torch
 
+from tests.infer.tiny import random_model
 from tests.waiting import wait_until
 from zero2all.infer.engine import EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
-from zero2all.model.z2all import Z2all
-from zero2all.ops.config import OpsConfig
-from zero2all.ops.registry import resolve
-from zero2all.parallel.parameter_table import init_weights
 from zero2all.serve.model import ServedModel
 from zero2all.serve.server import ModelServer, ServeOptions
 from zero2all.tokenizer import load_tokenizer, train_tokenizer
 
 ROWS = 320
 MAX_LEN = 4096
+OPTIONS, SETTINGS = ServeOptions(port=0, grace_seconds=0), EngineSettings(max_batch=8)
 TEXT = "The capital of France is Paris. 中国的首都是北京。Hello, world! "
 
 
@@ -35,33 +30,22 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = tmp_path_factory.mktemp("served") / "tokenizer"
     train_tokenizer([TEXT] * 50, 300, folder, "served")
     tokenizer = load_tokenizer(folder)
-    shape = ModelConfig(
-        vocab_size=ROWS,
-        hidden_size=32,
-        intermediate_size=64,
-        layers=1,
-        heads=2,
-        kv_heads=1,
-        head_dim=16,
-        max_seq_len=MAX_LEN,
-    )
-    model = Z2all(shape, resolve(OpsConfig(), "cpu"))
-    init_weights(model, 0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 16}
+    model = random_model(ModelConfig(ROWS, **shape, max_seq_len=MAX_LEN))
     with torch.no_grad():
         model.head.weight.mul_(40)  # likelihoods far apart: greedy text does not hang on the last bit
         model.head.weight[list(tokenizer.end_ids)] = 0
-    return LoadedModel("tiny", 7, model.eval(), tokenizer, None, "float32", 1000, folder.parent)
+    return LoadedModel("tiny", 7, model, tokenizer, None, "float32", 1000, folder.parent)
 
 
 class Served:
     """A server in a thread, and how to speak to it."""
 
-    def __init__(self, model: ServedModel, options: ServeOptions) -> None:
-        self.model = model
-        self.server = ModelServer(model, options)
+    def __init__(self, model: ServedModel, options: ServeOptions, until: str = "ready") -> None:
+        self.model, self.server = model, ModelServer(model, options)
         self.thread = threading.Thread(target=self.server.serve, daemon=True)
         self.thread.start()
-        self.wait_until(lambda: model.state == "ready")
+        self.wait_until(lambda: model.state == until)
 
     @property
     def port(self) -> int:
@@ -87,14 +71,8 @@ def held(served: Served, after: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(
-    loaded: LoadedModel,
-    options: ServeOptions | None = None,
-    settings: EngineSettings | None = None,
-    max_waiting: int = 256,
-) -> Iterator[Served]:
-    model = ServedModel(lambda: loaded, settings or EngineSettings(max_batch=8), max_waiting=max_waiting)
-    served = Served(model, options or ServeOptions(port=0, grace_seconds=0))
+def serving(loaded: LoadedModel, options=OPTIONS, settings=SETTINGS, max_waiting: int = 256) -> Iterator[Served]:
+    served = Served(ServedModel(lambda: loaded, settings, max_waiting=max_waiting), options)
     try:
         yield served
     finally:
@@ -113,11 +91,3 @@ def served(loaded: LoadedModel) -> Iterator[Served]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with served.client() as client:
         yield client
-
-
-@pytest.fixture
-def web() -> Path:
-    """The folder of the page."""
-    import zero2all.serve.server
-
-    return zero2all.serve.server.WEB

@@ -1,7 +1,5 @@
 """`z2a serve` as people start it: a process, its words, its signals, a folder that is deleted under it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Calls and thoughts in chats: OpenAI's own client gets them, whole or as a stream, and sends results back."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -32,18 +30,14 @@ def ask(own, answer, *, messages=ASKED, stream=False, **fields):
     saying(served.model.service, answer)
     extra = {"frame": "template", **fields.pop("extra_body", {})}
     got = client.chat.completions.create(model="tiny", messages=messages, stream=stream, extra_body=extra, **fields)
-    if not stream:
-        message = got.choices[0].message
-        calls = [(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or []]
-        return message.content, getattr(message, "reasoning_content", ""), calls, got.choices[0].finish_reason
-    chunks = [chunk.choices[0] for chunk in got]
-    deltas = [chunk.delta for chunk in chunks]
-    calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert [call.index for call in calls] == list(range(len(calls))), "each call comes whole, once"
-    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
-    content = "".join(delta.content or "" for delta in deltas)
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    calls = [call for part in parts for call in part.tool_calls or []]
+    assert not stream or [call.index for call in calls] == list(range(len(calls))), "each call comes whole, once"
+    thought = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    content = "".join(part.content or "" for part in parts) if stream else parts[0].content
     found = [(call.id, call.function.name, call.function.arguments) for call in calls]
-    return content, thought, found, chunks[-1].finish_reason
+    return content, thought, found, choices[-1].finish_reason
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -62,9 +56,7 @@ def test_without_functions_calls_are_text_and_what_does_not_parse_always_is(own,
         assert (content, calls, finish) == (f"Let me see.{CALLS}", [], "stop")
     broken = 'a\n<tool_call>{"name": }</tool_call> b <tool_cal'
     assert ask(own, broken, tools=[TOOL], stream=stream) == (broken, "", [], "stop")
-    assert ask(own, ANSWER, extra_body={"frame": "plain"}, stream=stream)[0] == ANSWER, (
-        "without a template, all is text"
-    )
+    assert ask(own, ANSWER, extra_body={"frame": "plain"}, stream=stream)[0] == ANSWER, "no template: all is text"
 
 
 def test_an_answer_that_is_cut_off_says_so(own):
@@ -86,12 +78,8 @@ def test_results_and_thoughts_go_back_into_the_prompt(own, loaded):
     seen = []
     submit = served.model.service.submit
     served.model.service.submit = lambda request, deliver: (seen.append(request.prompt), submit(request, deliver))[1]
-    for fields in (
-        {},
-        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
-        {"extra_body": {"truncation": "auto"}},
-    ):
-        assert ask(own, "3", messages=told, tools=[TOOL], **fields)[::3] == ("3", "stop")
+    for extra in ({}, {"chat_template_kwargs": {"enable_thinking": False}}, {"truncation": "auto"}):
+        assert ask(own, "3", messages=told, tools=[TOOL], extra_body=extra)[::3] == ("3", "stop")
     begun = [*ASKED, {"role": "assistant", "content": "It", "reasoning_content": "I add."}]
     found = ask(own, " is 3", messages=begun, extra_body={"continue_final_message": True})
     del served.model.service.submit
@@ -99,10 +87,8 @@ def test_results_and_thoughts_go_back_into_the_prompt(own, loaded):
     texts = [loaded.tokenizer.decode(ids, skip_control=False) for ids in seen]
     assert texts[0] == texts[2]
     assert texts[0].count("<|message_end|>") == 1 + 3 + 1, "the name in the result is text"
-    assert (
-        '<think>\nI add.\n</think>\n\n<tool_call>{"name": "add", "arguments": {"x": 1, "y": "二"}}</tool_call>'
-        in texts[0]
-    )
+    wrote = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": "二"}}</tool_call>'
+    assert f"<think>\nI add.\n</think>\n\n{wrote}" in texts[0]
     assert texts[1] == texts[0] + "<think>\n\n</think>\n\n"
     assert texts[3].endswith("assistant\n<think>\nI add.\n</think>\n\nIt")
 
@@ -121,7 +107,6 @@ def test_the_calculator_of_the_page_takes_its_arguments_and_says_what_is_wrong(s
 def test_choices_have_calls_of_their_own(own):
     served, client = own
     saying(served.model.service, "3", CALLS)
-    got = client.chat.completions.create(
-        model="tiny", messages=ASKED, n=2, tools=[TOOL], extra_body={"frame": "template"}
-    )
+    extra = {"frame": "template"}
+    got = client.chat.completions.create(model="tiny", messages=ASKED, n=2, tools=[TOOL], extra_body=extra)
     assert sorted(len(choice.message.tool_calls or ()) for choice in got.choices) == [0, 2]

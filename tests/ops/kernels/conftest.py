@@ -1,8 +1,7 @@
 """Our kernels run without a GPU too, through Triton's interpreter, which has to be chosen before Triton is imported.
+Where there is a GPU the same tests run on it, compiled, and count as tests that need one."""
 
-Where there is a GPU the same tests run on it, compiled, and count as tests that need one (`make gpu`).
-"""
-
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     if "triton" in sys.modules:
@@ -22,6 +23,10 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
             "the test that needs it, or run with TRITON_INTERPRET=1 in the environment."
         )
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_report_header() -> str | None:
+    return None if HAS_TRITON else "tests/ops/kernels is left out: Triton is not installed"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -42,6 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """Where the kernels run."""
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+
+@pytest.fixture(scope="session")
+def float8(device: str) -> None:
+    """Skips where torch has no float8 matmul."""
+    one = torch.ones((), device=device)
+    small = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(small, small.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    except (RuntimeError, NotImplementedError) as problem:
+        pytest.skip(f"no float8 matmul on {device}: {str(problem).splitlines()[0]}")
 
 
 @pytest.fixture(scope="session", autouse=True)

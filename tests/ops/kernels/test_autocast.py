@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from tests.ops.agreement import assert_same_bits, outputs_of, random, random_ids
-
-pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
-
 from zero2all.ops.kernels import linear
 from zero2all.ops.kernels.cross_entropy import triton_cross_entropy
 from zero2all.ops.kernels.embedding import triton_embedding
@@ -35,60 +32,41 @@ def head_and_loss(function):
     return of_hidden_and_head
 
 
-def feed_forward_inputs():
-    return [random(16, 16), random(32, 16, seed=1) / 4, random(16, 16, seed=2) / 4]
+NORM = [random(5, 12), random(5, 12, seed=1), 1 + random(12, seed=2).abs()]
+HEAD = [random(6, 8), random(20, 8, seed=1)]
+LINEAR = [random(5, 8), random(4, 8, seed=1), random(4, seed=2)]
+FEED_FORWARD = [random(16, 16), random(32, 16, seed=1) / 4, random(16, 16, seed=2) / 4]
+
+
+def rms_norm(lean):
+    return lambda *given: triton_add_rms_norm(*given, 1e-5, lean)
+
+
+def cross_entropy(logits):
+    return triton_cross_entropy(logits, random_ids(9, 4).to(logits.device))
 
 
 # Name: function, inputs, which of them autocast casts.
 CASES = {
-    "rms_norm": (
-        lambda *given: triton_add_rms_norm(*given, 1e-5),
-        [random(5, 12), random(5, 12, seed=1), random(12, seed=2)],
-        [False, False, True],
-    ),
-    "rms_norm, lean": (
-        lambda *given: triton_add_rms_norm(*given, 1e-5, True),
-        [random(5, 12), random(5, 12, seed=1), 1 + random(12, seed=2).abs()],
-        [False, False, True],
-    ),
+    "rms_norm": (rms_norm(False), NORM, [False, False, True]),
+    "rms_norm, lean": (rms_norm(True), NORM, [False, False, True]),
     "rope": (rope, [random(2, 4, 4, 6)], [False]),
     "embedding": (lambda table: triton_embedding(random_ids(5, 9).to(table.device), table), [random(5, 4)], [False]),
     "swiglu": (triton_swiglu, [random(3, 10)], [True]),
-    "cross_entropy": (
-        lambda logits: triton_cross_entropy(logits, random_ids(9, 4).to(logits.device)),
-        [random(4, 9)],
-        [False],
-    ),
-    "linear_cross_entropy, triton": (
-        head_and_loss(triton_linear_cross_entropy),
-        [random(6, 8), random(20, 8, seed=1)],
-        [True, True],
-    ),
-    "linear_cross_entropy, chunked": (
-        head_and_loss(chunked_linear_cross_entropy),
-        [random(6, 8), random(20, 8, seed=1)],
-        [True, True],
-    ),
-    "linear fp32_wgrad": (
-        linear.linear_fp32_wgrad,
-        [random(5, 8), random(4, 8, seed=1), random(4, seed=2)],
-        [True, True, True],
-    ),
-    "feed-forward fp32_wgrad": (linear.feed_forward_fp32_wgrad, feed_forward_inputs(), [True] * 3),
-    "linear fp8": (fp8_linear, [random(16, 32), random(16, 32, seed=1)], [True, True]),
-    "feed-forward fp8": (fp8_linear.feed_forward, feed_forward_inputs(), [True] * 3),
+    "cross_entropy": (cross_entropy, [random(4, 9)], [False]),
+    "linear_cross_entropy, triton": (head_and_loss(triton_linear_cross_entropy), HEAD, [True] * 2),
+    "linear_cross_entropy, chunked": (head_and_loss(chunked_linear_cross_entropy), HEAD, [True] * 2),
+    "linear fp32_wgrad": (linear.linear_fp32_wgrad, LINEAR, [True] * 3),
+    "feed-forward fp32_wgrad": (linear.feed_forward_fp32_wgrad, FEED_FORWARD, [True] * 3),
+    "linear fp8": (fp8_linear, [random(16, 32), random(16, 32, seed=1)], [True] * 2),
+    "feed-forward fp8": (fp8_linear.feed_forward, FEED_FORWARD, [True] * 3),
 }
-cases = pytest.mark.parametrize(("function", "inputs", "cast"), CASES.values(), ids=CASES)
 
 
 @pytest.fixture(autouse=True)
-def _float8(request, device):
+def needs_float8(request):
     if "fp8" in request.node.name:
-        small, one = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device)
-        try:
-            torch._scaled_mm(small, small.t(), scale_a=one, scale_b=one, out_dtype=LOW)
-        except (RuntimeError, NotImplementedError) as problem:
-            pytest.skip(f"no float8 matmul on {device}: {str(problem).splitlines()[0]}")
+        request.getfixturevalue("float8")
 
 
 def forward_and_backward(function, leaves, forward_in, backward_in, prepare=lambda inputs: inputs):
@@ -103,32 +81,22 @@ def forward_and_backward(function, leaves, forward_in, backward_in, prepare=lamb
         return kept, list(torch.autograd.grad(open_ends, leaves, directions))
 
 
-@cases
-def test_low_precision_is_the_same_inside_autocast_and_outside(device, function, inputs, cast):
-    leaves = [value.to(device, LOW) for value in inputs]
-    plain = forward_and_backward(function, leaves, nullcontext(), nullcontext())
-    inside = forward_and_backward(
-        function, leaves, torch.autocast(device, dtype=LOW), torch.autocast(device, dtype=LOW)
-    )
-    assert_same_bits([*inside[0], *inside[1]], [*plain[0], *plain[1]])
+@pytest.mark.parametrize(("function", "inputs", "cast"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("given", "backward_in"), [(LOW, LOW), (WIDE, OTHER)], ids=["low", "float32"])
+def test_inputs_are_cast_once_and_gradients_have_their_dtype(device, function, inputs, cast, given, backward_in):
+    leaves = [value.to(device, given) for value in inputs]
 
-
-@cases
-def test_float32_inputs_are_cast_once_and_their_gradients_are_float32(device, function, inputs, cast):
-    leaves = [value.to(device, WIDE) for value in inputs]
-
-    def by_hand(given):
-        return [value.to(LOW) if also else value for value, also in zip(given, cast, strict=True)]
+    def by_hand(values):
+        return [value.to(LOW) if also else value for value, also in zip(values, cast, strict=True)]
 
     plain = forward_and_backward(function, leaves, nullcontext(), nullcontext(), by_hand)
-    inside = forward_and_backward(
-        function, leaves, torch.autocast(device, dtype=LOW), torch.autocast(device, dtype=OTHER)
-    )
-    assert {gradient.dtype for gradient in inside[1]} == {WIDE}
+    regions = (torch.autocast(device, dtype=dtype) for dtype in (LOW, backward_in))
+    inside = forward_and_backward(function, leaves, *regions)
+    assert {gradient.dtype for gradient in inside[1]} == {given}
     assert_same_bits([*inside[0], *inside[1]], [*plain[0], *plain[1]])
 
 
-def test_autocast_is_on_again_afterwards(device):
+def test_autocast_is_on_again_afterwards_also_after_an_error(device):
     x, weight = (random(4, 4, seed=seed).to(device, LOW).requires_grad_() for seed in (0, 1))
     with torch.autocast(device, dtype=LOW):
         y = linear.linear_fp32_wgrad(x, weight)
@@ -136,11 +104,6 @@ def test_autocast_is_on_again_afterwards(device):
         y.sum().backward()
         assert torch.is_autocast_enabled(device)
         assert (torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)).dtype == LOW
-
-
-def test_autocast_is_on_again_after_an_error(device):
-    x, narrow = random(4, 4).to(device, LOW), random(4, 3).to(device, LOW)
-    with torch.autocast(device, dtype=LOW):
         with pytest.raises(RuntimeError):
-            linear.linear_fp32_wgrad(x, narrow)
+            linear.linear_fp32_wgrad(x, random(4, 3).to(device, LOW))
         assert torch.is_autocast_enabled(device)

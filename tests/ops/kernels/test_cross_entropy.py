@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.agreement import assert_agrees, assert_close, dtypes, random, random_ids
-
-pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
-
+from tests.ops import formulas
+from tests.ops.agreement import assert_agrees, assert_close, assert_sinks_gather, dtypes, random, random_ids
 from zero2all.ops import linear_cross_entropy
-from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels import cross_entropy
 from zero2all.ops.kernels.cross_entropy import cross_entropy_in_place, row_sums, slopes_in_place, triton_cross_entropy
 from zero2all.ops.linear_cross_entropy import triton_linear_cross_entropy
@@ -25,36 +22,23 @@ def small_blocks(monkeypatch, request):
     monkeypatch.setattr(cross_entropy, "WHOLE_ROW", request.param)
 
 
-def losses_and_penalties(logits: Tensor, targets: Tensor, z: float) -> tuple[Tensor, Tensor]:
-    logsum = logits.exp().sum(dim=-1).log()
-    counted = (targets >= 0).double()
-    losses = (logsum - logits.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)) * counted
-    return losses, z * logsum.square() * counted
-
-
-def targets_with_some_ignored(count: int = ROWS) -> Tensor:
-    targets = random_ids(VOCAB, count)
-    targets[[1, count - 1]] = torch.tensor([-1, -100])
-    return targets
-
-
-def token_weights(count: int = ROWS) -> Tensor:
-    return random(count, seed=3).abs()
-
-
-# ---- in place ------------------------------------------------------------------------------------------------------
+def targets_and_weights(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Some targets are ignored."""
+    targets = random_ids(VOCAB, ROWS)
+    targets[[1, ROWS - 1]] = torch.tensor([-1, -100])
+    return targets.to(device), random(ROWS, seed=3).abs().float().to(device)
 
 
 @dtypes(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
 @pytest.mark.parametrize("columns", [COLUMNS, VOCAB], ids=["padded", "not padded"])
 def test_logits_become_the_gradient_of_the_weighted_sum(device, dtype, z, columns):
-    logits, targets, weights = random(ROWS, columns) * 2, targets_with_some_ignored(), token_weights()
+    logits, (targets, weights) = random(ROWS, columns) * 2, targets_and_weights()
     exact = logits.clone().requires_grad_()
-    losses, penalties = losses_and_penalties(exact[:, :VOCAB], targets, z)
+    losses, penalties = formulas.losses_and_penalties(exact[:, :VOCAB], targets, z)
     ((losses + penalties) * weights).sum().backward()
     given = logits.to(device, dtype)
-    found, of_z = cross_entropy_in_place(given, targets.to(device), weights.float().to(device), VOCAB, z)
+    found, of_z = cross_entropy_in_place(given, targets.to(device), weights.to(device), VOCAB, z)
     assert found.dtype == torch.float32
     assert_close(found, losses, 3e-6)
     if z:
@@ -70,8 +54,8 @@ def test_logits_become_the_gradient_of_the_weighted_sum(device, dtype, z, column
 @dtypes(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("z", [0.0, Z], ids=["plain", "z"])
 def test_columns_cut_over_processes_give_the_same_after_one_exchange_of_sums(device, dtype, z):
-    logits, targets = (random(ROWS, 256) * 2).to(device, dtype), targets_with_some_ignored().to(device)
-    weights = torch.where(targets >= 0, token_weights().float().to(device), 0.0)
+    logits, (targets, weights) = (random(ROWS, 256) * 2).to(device, dtype), targets_and_weights(device)
+    weights = torch.where(targets >= 0, weights, 0.0)
     parts = list(logits.clone().split(64, dim=1))  # the last one has only padding
     columns = [min(max(VOCAB - 64 * rank, 0), 64) for rank in range(4)]
     assert columns == [64, 64, 62, 0]
@@ -90,10 +74,10 @@ def test_columns_cut_over_processes_give_the_same_after_one_exchange_of_sums(dev
 def test_without_gradient_the_logits_stay(device):
     logits = random(ROWS, COLUMNS).float().to(device)
     before = logits.clone()
-    targets, weights = targets_with_some_ignored().to(device), token_weights().float().to(device)
-    losses, _ = cross_entropy_in_place(logits, targets, weights, VOCAB, gradient=False)
+    given = (*targets_and_weights(device), VOCAB)
+    losses, _ = cross_entropy_in_place(logits, *given, gradient=False)
     assert torch.equal(logits, before)
-    again, _ = cross_entropy_in_place(logits, targets, weights, VOCAB)
+    again, _ = cross_entropy_in_place(logits, *given)
     assert torch.equal(losses, again)
 
 
@@ -108,7 +92,7 @@ def test_huge_logits_and_padding_that_is_not_finite_do_no_harm(device):
 @dtypes(torch.float32, torch.bfloat16)
 def test_as_an_operator_it_has_the_gradient_of_each_loss(device, dtype):
     def reference(logits: Tensor, targets: Tensor) -> Tensor:
-        return losses_and_penalties(logits, targets, 0.0)[0]
+        return formulas.losses_and_penalties(logits, targets, 0.0)[0]
 
     inputs = [random(ROWS, COLUMNS) * 2]
     assert_agrees(triton_cross_entropy, reference, inputs, dtype, random_ids(COLUMNS, ROWS), device=device)
@@ -122,14 +106,6 @@ def test_calling_backward_twice_is_refused_because_the_logits_are_gone(device):
         losses.sum().backward()
 
 
-# ---- behind the head -----------------------------------------------------------------------------------------------
-
-
-def head_and_loss(hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, vocab_size: int, z: float):
-    losses, penalties = losses_and_penalties(hidden @ head[:vocab_size].t(), targets, z)
-    return ((losses + penalties) * weights).sum(), losses.detach()
-
-
 def head_inputs() -> list[Tensor]:
     return [random(ROWS, 16) / 2, random(COLUMNS, 16, seed=1)]
 
@@ -139,18 +115,11 @@ def head_inputs() -> list[Tensor]:
 @pytest.mark.parametrize("chunk", [4, 8192])
 def test_head_and_loss_chunk_by_chunk(device, dtype, z, chunk, monkeypatch):
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", chunk)
-    others = (targets_with_some_ignored(), token_weights().float(), VOCAB, z)
-    assert_agrees(triton_linear_cross_entropy, head_and_loss, head_inputs(), dtype, *others, device=device)
+    others = (*targets_and_weights(), VOCAB, z)
+    assert_agrees(triton_linear_cross_entropy, formulas.head_and_loss, head_inputs(), dtype, *others, device=device)
 
 
 def test_gradient_of_the_head_is_added_to_the_sink_over_micro_batches(device):
-    hidden, head = (value.bfloat16().to(device) for value in head_inputs())
-    others = (targets_with_some_ignored().to(device), token_weights().float().to(device), VOCAB, 0.0)
-    plain = head.clone().requires_grad_()
-    triton_linear_cross_entropy(hidden, plain, *others)[0].backward()
-    head.requires_grad_()
-    head.gradient_sink = GradientSink(torch.zeros(head.shape, device=device))
-    for factor in (1.0, 0.3):
-        (triton_linear_cross_entropy(hidden, head, *others)[0] * factor).backward()
-    assert head.grad is None
-    assert_close(head.gradient_sink.buffer, 1.3 * plain.grad.double(), 4e-3)
+    hidden, head = head_inputs()
+    others = (*targets_and_weights(), VOCAB, 0.0)
+    assert_sinks_gather(triton_linear_cross_entropy, formulas.head_and_loss, [hidden], [head], *others, device=device)

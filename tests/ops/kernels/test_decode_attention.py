@@ -4,25 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.agreement import assert_close, dtypes, random
-
-pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
-
-from zero2all.ops.kernels.decode_attention import (
-    AttentionScratch,
-    AttentionTiles,
-    attention_tiles,
-    decode_attention,
-)
+from tests.ops import formulas
+from tests.ops.agreement import TOLERANCE, assert_close, dtypes, random
+from zero2all.ops.kernels.decode_attention import AttentionScratch, AttentionTiles, attention_tiles, decode_attention
 from zero2all.ops.rope import QkNorm
 
 PLACES = 4
 LENGTH = 64
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
-SPLITS = {
-    "whole": AttentionTiles(splits=1, least=16, tokens=16, warps=1),
-    "splits": AttentionTiles(splits=4, least=16, tokens=16, warps=1),
-}
+SPLITS = {"whole": AttentionTiles(1, 16, 16, warps=1), "splits": AttentionTiles(4, 16, 16, warps=1)}
 splits = pytest.mark.parametrize("tiles", SPLITS.values(), ids=list(SPLITS))
 
 
@@ -44,15 +33,12 @@ class Case:
 
     def run(self, tiles: AttentionTiles) -> tuple[Tensor, Tensor, Tensor, AttentionScratch]:
         """The kernel: its output, and the cache after it."""
-        there = [each.to(self.device, self.dtype).clone() for each in (self.qkv, self.keys, self.values)]
-        qkv, keys, values = there
-        out = torch.empty(len(qkv), self.heads * self.width, dtype=self.dtype, device=self.device)
-        scratch = AttentionScratch(
-            len(qkv), self.heads, self.kv_heads, self.width, tiles.splits, torch.device(self.device)
-        )
-        cos, sin, tables, positions = (
-            each.to(self.device) for each in (self.cos, self.sin, self.tables, self.positions)
-        )
+        qkv, keys, values = (each.to(self.device, self.dtype).clone() for each in (self.qkv, self.keys, self.values))
+        others = (self.cos, self.sin, self.tables, self.positions)
+        cos, sin, tables, positions = (each.to(self.device) for each in others)
+        out = qkv.new_empty(len(qkv), self.heads * self.width)
+        shape = (len(qkv), self.heads, self.kv_heads, self.width, tiles.splits)
+        scratch = AttentionScratch(*shape, torch.device(self.device))
         norm = self.norm and QkNorm(*(each.to(self.device, self.dtype) for each in self.norm[:2]), self.norm.eps)
         decode_attention(qkv, cos, sin, keys, values, tables, positions, out, scratch, tiles, norm=norm)
         return out, keys, values, scratch
@@ -62,27 +48,20 @@ class Case:
         heads, kv_heads, width = self.heads, self.kv_heads, self.width
         keys, values, rows = self.keys.clone(), self.values.clone(), []
         for number, position in enumerate(self.positions.tolist()):
-            each = self.qkv[number].view(-1, width)
-            query, key = each[:heads], each[heads : heads + kv_heads]
-            if self.norm is not None:
-                query, key = (
-                    part * (part.square().mean(-1, keepdim=True) + self.norm.eps) ** -0.5 * weight
-                    for part, weight in ((query, self.norm.query), (key, self.norm.key))
-                )
-            query, key = self._turned(query, position), self._turned(key, position)
+            qkv, cos, sin = self.qkv[number].view(1, 1, -1, width), self.cos[position, None], self.sin[position, None]
+            if self.norm is None:
+                parts = formulas.rope(qkv, cos, sin, heads, kv_heads)
+            else:
+                parts = formulas.normed_rope(qkv, *self.norm[:2], cos, sin, heads, kv_heads)
+            query, key, value = (part[0, :, 0] for part in parts)
             block, place = int(self.tables[number, position // PLACES]), position % PLACES
-            keys[block, place], values[block, place] = key, each[heads + kv_heads :]
+            keys[block, place], values[block, place] = key, value
             table = self.tables[number].long()
             seen = [cache[table].flatten(0, 1)[: position + 1] for cache in (keys, values)]
             k, v = (one.repeat_interleave(heads // kv_heads, dim=1) for one in seen)  # (S, Hq, D)
             shares = (torch.einsum("hd,shd->hs", query, k) / width**0.5).softmax(dim=-1)
             rows.append(torch.einsum("hs,shd->hd", shares, v).flatten())
         return torch.stack(rows), keys, values
-
-    def _turned(self, heads: Tensor, position: int) -> Tensor:
-        cos, sin = self.cos[position].double(), self.sin[position].double()
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def assert_exact(case: Case, tiles: AttentionTiles) -> None:
@@ -93,22 +72,18 @@ def assert_exact(case: Case, tiles: AttentionTiles) -> None:
 
 
 @splits
-def test_attention_over_sequences_of_every_length(device, tiles):
+def test_attention_over_sequences_of_every_length_with_and_without_a_norm_of_query_and_key(device, tiles):
     # First token of all, within a block, at the end and beginning of a block, of a tile, of a split, the last place.
     assert_exact(Case([0, 1, 3, 4, 15, 16, 17, 33, 63], 4, 2, 16, torch.float32, device), tiles)
+    case = Case([0, 5, 40], 4, 2, 24, torch.float32, device)
+    case.norm = QkNorm(random(24, seed=6), random(24, seed=7), 0.01)
+    assert_exact(case, tiles)
 
 
 @dtypes(torch.float32, torch.bfloat16)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (3, 3, 8), (2, 1, 24)], ids=str)
 def test_heads_of_every_shape(device, dtype, heads, kv_heads, width):
     assert_exact(Case([5, 40], heads, kv_heads, width, dtype, device), SPLITS["splits"])
-
-
-@splits
-def test_query_and_key_are_normalised_where_the_model_does_so(device, tiles):
-    case = Case([0, 5, 40], 4, 2, 24, torch.float32, device)
-    case.norm = QkNorm(random(24, seed=6), random(24, seed=7), 0.01)
-    assert_exact(case, tiles)
 
 
 @splits

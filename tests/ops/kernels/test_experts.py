@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from tests.ops.agreement import assert_close, dtypes, random
-
-pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
-
 from zero2all.ops.experts import looped_experts
 from zero2all.ops.gradient_sink import GradientSink
 from zero2all.ops.kernels.experts import GroupedExperts, gated_swiglu_backward, gated_swiglu_forward, sum_rows
