@@ -135,6 +135,7 @@ def test_a_plan_of_several_machines_says_how_many_are_on_each_and_refuses_parts_
 
 def test_problems_of_fields_and_of_the_layout_are_shown_together_and_blamed_on_the_command_line(capsys):
     words = ["--data.seq_len", "2047", "--parallel.processes", "8", "--parallel.context", "8"]
+    words += ["--train.tokens_per_step", "524288"]
     assert main(["train", *LARGE, "--plan-only", *words]) == 2
     printed = capsys.readouterr().err
     assert "The command line has 1 problem" in printed
