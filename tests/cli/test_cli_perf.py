@@ -2,8 +2,6 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -11,7 +9,6 @@ from tests.measure.made_run import MadeRun
 from tests.pages import ROOT
 from zero2all.cli.perf import RENAMED
 from zero2all.cli.perf_calculators import EXAMPLES, VERBS
-from zero2all.config import load_config
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -55,16 +52,8 @@ def test_a_model_is_a_preset_a_published_one_or_one_of_these_with_other_fields(z
     assert total(z2a, "llama-2-7b") == 6_738_415_616
     assert total(z2a, "llama-2-7b", "--model.tied_embeddings", "true") == 6_738_415_616 - 32000 * 4096
     assert total(z2a, "z2all-1b") - total(z2a, "z2all-1b", "--model.layers", "21") == 45_092_992
-    assert total(z2a, "gpt-3") == 174_615_822_336
     assert total(z2a, "deepseek-v3") == 671_026_279_424
     assert "Did you mean `--model.heads`?" in z2a.refused(2, "perf", "model", "llama-2-7b", "--heads", "16")
-
-
-def test_a_config_says_how_many_tokens_its_run_has(z2a):
-    spent = json.loads(z2a("perf", "cost", "z2all-1b", "--tokens-per-second", "73185", "--json", "-").out)["terms"]
-    config = load_config("z2all-1b")
-    assert spent["tokens"]["value"] == config.train.steps * config.train.tokens_per_step
-    assert spent["time"]["value"] == pytest.approx(spent["tokens"]["value"] / 73185)
 
 
 def test_all_problems_are_named_at_once_each_with_its_rule(z2a):
@@ -75,62 +64,39 @@ def test_all_problems_are_named_at_once_each_with_its_rule(z2a):
         assert expected in said
 
 
-def test_an_unknown_gpu_gets_no_guess(z2a):
-    for name in ("NVIDIA H200 NVL", "h1000", "H100 "):
-        ended = z2a("perf", "mfu", "tinyllama", "--tokens-per-second", "24000", "--gpu", name)
-        assert (ended.code, "MFU" in ended.out) == (2, False)
-        assert "the exact name of a known one" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_what_is_missing_or_does_not_fit_is_said(z2a):
+    for words, said in (
         (["model"], "MODEL: got nothing"),
         (["model", "llama-9"], "llama-3.1-8b"),
         (["model", "gpt-3", "--layers", "3"], "no --layers beside it"),
-        (["model", "z2all-1b", "--model.layers", "0"], "model.layers: got 0"),
         (["model", "gpt-3", "--model.layers", "3"], "a model that our trainer has"),
-        (["model", "lama-3.1-8b"], "Did you mean `llama-3.1-8b`?"),
         (["model", "--hidden-size", "64"], "a model, or the number of its parameters: --params"),
         (["model", "--params", "1B", "--active", "7B"], "at most the parameters (1,000,000,000)"),
         (["model", "--params", "1e6", "--hidden-size", "4096", "--vocab-size", "128256"], "--vocab-size: got 128256"),
+        (["mfu", "tinyllama", "--tokens-per-second", "24000", "--gpu", "NVIDIA H200 NVL"], "exact name of a known one"),
         (["cost", "gpt-3", "--tokens", "1B", "--mfu", "140%", "--price", "2"], "--mfu: got '140%'"),
         (["cost", "gpt-3", "--goodput", "nan"], "--goodput: got 'nan'"),
-        (["failures", "--time", "8d", "--mtbf", "3 hours"], "--mtbf: got '3 hours'"),
+        (["memory", "z2all-1b", "--gpu", "gtx-9000"], "`z2a perf memory --memory-gib N` computes for any other"),
+        (["memory", "z2all-1b", "--gpu", "h200", "--memory-gib", "80"], "Give one of them"),
+        (["memory", "z2all-1b", "--gpu", "h200", "--ranks", "3", "--parallel.tensor", "2"], "parallel"),
         (["failures", "--mtbf", "3h"], "--time: got nothing"),
         (["model", "--params", "7B", "--gpus", "8", "--recipe", "adam"], "adamw-fp32"),
         (["shapes", "--matmul", "8,9"], "--matmul 8,9: expected three sizes"),
-    ],
-)
-def test_what_is_missing_or_does_not_fit_is_said(words, said, z2a):
-    ended = z2a("perf", *words)
-    assert (ended.code, ended.out) == (2, "")
-    assert said in ended.err
+    ):
+        ended = z2a("perf", *words)
+        assert (ended.code, ended.out) == (2, "")
+        assert said in ended.err
 
 
 def terms(z2a, *words):
     return json.loads(z2a("perf", *words, "--json", "-").out)["terms"]
 
 
-def test_a_checkpoint_has_the_bytes_that_the_trainer_writes(z2a):
-    for words, each in (
-        (["--params", "1B"], 12),
-        (["z2all-1b", "--optim.kind", "adamw"], 12),
-        (["z2all-1b", "--optim.kind", "adamw_bf16"], 6),
-        (["z2all-1b", "--optim.kind", "adamw", "--train.precision", "float64"], 24),
-    ):
-        told = json.loads(z2a("perf", "model", *words, "--json", "-").out)
-        found = told["states"]["terms"]["checkpoint"]
-        assert found["value"] == each * told["parameters"]["terms"]["total"]["value"]
-        assert found["formula"].startswith(f"{each} P: ")
-
-
 def test_hardware_utilisation_is_said_also_where_only_the_parameters_are_known(z2a):
     speed = ["--tokens-per-second", "3000", "--gpu", "a100", "--recompute"]
     found = terms(z2a, "mfu", "--params", "7B", *speed, "full")
     assert found["HFU full, 6N"]["value"] == pytest.approx(8 / 6 * found["MFU 6N"]["value"])
-    ended = z2a("perf", "mfu", "--params", "7B", *speed, "selective")
-    assert "No HFU" in ended.out
+    assert "No HFU" in z2a("perf", "mfu", "--params", "7B", *speed, "selective").out
     shape = ["--layers", "32", "--hidden-size", "4096", "--vocab-size", "32000", "--seq-len", "4096"]
     known = terms(z2a, "mfu", "llama-2-7b", *speed, "full")["HFU full, causal"]["value"]
     found = terms(z2a, "mfu", "--params", "6738415616", *shape, *speed, "full")["HFU full, causal"]["value"]
@@ -157,13 +123,9 @@ def test_every_verb_that_takes_a_model_knows_the_same_names(z2a, tmp_path):
     run = tmp_path / "work/runs/mine"
     (run / "metrics").mkdir(parents=True)
     (run / "config.yaml").write_text(TINY)
-    for verb in (
-        ["perf", "model"],
-        PREDICTED,
-        ["perf", "memory", "--gpu", "h200", "--ranks", "8", "--parallel.zero", "3"],
-        ["perf", "plan", "--gpus", "8", "--cluster", "h200", "--top", "1"],
-        ["perf", "shapes", "--check"],
-    ):
+    of_memory = ["perf", "memory", "--gpu", "h200", "--ranks", "8", "--parallel.zero", "3"]
+    of_plan = ["perf", "plan", "--gpus", "8", "--cluster", "h200", "--top", "1"]
+    for verb in (["perf", "model"], PREDICTED, of_memory, of_plan, ["perf", "shapes", "--check"]):
         z2a.done(*verb, run)
         if verb[1] != "plan":  # which searches for seconds
             assert "bfloat16" in z2a.done(*verb, "llama-3.1-8b") or verb != PREDICTED
@@ -172,33 +134,15 @@ def test_every_verb_that_takes_a_model_knows_the_same_names(z2a, tmp_path):
             assert "deepseek-v3 has" in z2a(*verb, "deepseek-v3").err
 
 
-def test_a_calculator_needs_neither_torch_nor_numpy():
-    code = """
-import sys
-sys.modules["torch"] = sys.modules["numpy"] = None
-from zero2all.cli import main
-sys.exit(main(["perf", "model", "z2all-1b", "--gpu", "h200"]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------
-
-ONE_BILLION = ["perf", "memory", "z2all-1b", "--model.vocab_size", "64320", "--train.micro_batch_samples", "16"]
-
-
-def test_memory_prints_parts_phases_and_whether_it_fits(z2a):
-    said = z2a.done(*ONE_BILLION, "--gpu", "h200")
-    for words in ("optimizer step", "checkpoint", "peak allocated", "55.92", "It fits"):
-        assert words in said
+def test_memory_says_whether_it_fits_or_which_changes_help_and_json_has_the_same_figures(z2a, tmp_path):
+    words = ["perf", "memory", "z2all-1b", "--model.vocab_size", "64320", "--train.micro_batch_samples", "16"]
+    said = z2a.done(*words, "--gpu", "h200")
+    for expected in ("optimizer step", "checkpoint", "peak allocated", "55.92", "It fits"):
+        assert expected in said
     assert "what would need less memory" not in said
-
-
-def test_where_it_does_not_fit_the_changes_that_help_are_listed_and_json_has_the_same_figures_in_bytes(z2a, tmp_path):
-    said = z2a.done(*ONE_BILLION, "--memory-gib", "40", "--json", tmp_path / "found.json")
-    for words in ("what would need less memory", "--train.recompute full"):
-        assert words in said
+    said = z2a.done(*words, "--memory-gib", "40", "--json", tmp_path / "found.json")
+    for expected in ("what would need less memory", "--train.recompute full"):
+        assert expected in said
     found = json.loads((tmp_path / "found.json").read_text())
     assert not found["fits"]
     assert found["peak_allocated"] == sum(part["bytes"] for part in found["parts"] if part["place"] == "device")
@@ -206,22 +150,6 @@ def test_where_it_does_not_fit_the_changes_that_help_are_listed_and_json_has_the
     assert found["peak_allocated"] < found["reserved"] < found["process"]
     assert any(change["fits"] for change in found["changes"])
 
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--gpu", "gtx-9000"], ("Known are a100", "`z2a perf memory --memory-gib N` computes for any other")),
-        (["--gpu", "h200", "--memory-gib", "80"], ("Give one of them",)),
-        (["--gpu", "h200", "--ranks", "3", "--parallel.tensor", "2"], ("parallel",)),
-    ],
-)
-def test_memory_of_bad_input_is_refused(flags, said, z2a):
-    ended = z2a(*ONE_BILLION, *flags)
-    assert ended.code != 0
-    assert [words for words in said if words not in ended.err] == []
-
-
-# ---- shapes, profile, explain ---------------------------------------------------------------------------------
 
 MOE = """
 model:
@@ -235,8 +163,7 @@ parallel: {device: cpu, cpu_threads: 1}
 
 def test_the_six_rules_of_shapes_are_taught_and_a_config_is_checked_against_them(z2a):
     out = z2a.done("perf", "shapes")
-    assert "vocabulary" in out
-    assert "pipeline stages" in out
+    assert [words for words in ("vocabulary", "pipeline stages") if words not in out] == []
     assert "--check" in z2a.refused(2, "perf", "shapes", "--model.layers", "3")
     words = ["perf", "shapes", "--check", "z2all-1b", "--gpu", "h100", "--parallel.tensor", "16", "--json", "-"]
     wrong = {(one["rule"], one["what"]) for one in json.loads(z2a.done(*words))["findings"] if not one["is_kept"]}
@@ -249,8 +176,7 @@ def test_a_mixture_of_experts_is_profiled_but_no_batch_longer_than_the_model(z2a
     words = ["perf", "profile", path, "--steps", "1", "--out", tmp_path / "out", "--batch"]
     assert "max_seq_len" in z2a.refused(2, *words, "1x128x1")
     out = z2a.done(*words, "1x32x1")
-    assert "GEMM" in out
-    assert "2 passes in a step, 1 were profiled" in out
+    assert [words for words in ("GEMM", "2 passes in a step, 1 were profiled") if words not in out] == []
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"profile.json", "trace.json.gz"}
 
 
@@ -261,16 +187,4 @@ def test_explain_prints_findings_and_writes_json(z2a, tmp_path):
     for expected in ("The run is limited by", "1. validation", "validate half as often", "MFU"):
         assert expected in out
     assert json.loads(file.read_text())["findings"][0]["what"] == "validation"
-
-
-def test_explain_gives_the_account_of_a_run_that_was_stopped(z2a, tmp_path):
-    made = MadeRun(tmp_path / "run").write(1, 40, "preempted")
-    made.now += 1000.0
-    run = made.write(41, 60, resumed_from=40).folder
-    said = z2a("perf", "explain", run).out
-    assert "not counted: 1,000.0 s between an end and the next start" in said
-    assert "goodput 85.7%: 60.0 s of surviving steps in 70.0 s" in said
-    found = json.loads(z2a("perf", "explain", run, "--json", "-").out)
-    assert found["goodput"] == pytest.approx(60 / 70, rel=0.02)
-    assert (found["starts"], found["stopped_seconds"]) == (2, pytest.approx(1000))
     assert "`z2a goodput` is now `z2a perf explain`" in z2a("goodput", run).err

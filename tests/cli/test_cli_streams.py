@@ -18,29 +18,18 @@ from zero2all.common import progress
 UNREAD = "| true; exit ${PIPESTATUS[0]}"
 
 
-@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", UNREAD])
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", UNREAD])
 def test_a_command_works_with_its_streams_closed_or_read_by_nobody(tmp_path, streams):
     command = f'"{sys.executable}" -m zero2all corpus rules en {streams}'
     finished = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, check=False)
     assert (finished.returncode, finished.stderr) == (0, b"")
 
 
-def test_work_goes_on_when_nobody_reads_its_output(tmp_path):
-    script = "from zero2all.cli.main import outlive_readers; outlive_readers(); print('x' * 10**6, flush=True); "
-    script += f"open({str(tmp_path / 'made')!r}, 'w').write('whole')"
-    command = f'"{sys.executable}" -c "{script}" 2>&1 {UNREAD}'
-    finished = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
-    assert (finished.returncode, finished.stdout) == (0, b"")
-    assert (tmp_path / "made").read_text() == "whole"
-
-
-@pytest.mark.parametrize(("flag", "stream"), [("-u", "stdout"), ("", "stderr")])
-def test_what_is_written_at_once_to_a_pipe_still_is(flag, stream):
-    script = "import os, sys; from zero2all.cli.main import outlive_readers; outlive_readers(); "
-    script += f"print('now', file=sys.{stream}); os._exit(0)"  # without the flush of an ordinary end
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = [sys.executable, *flag.split(), "-c", script]
-    assert getattr(subprocess.run(command, capture_output=True, env=environment), stream) == b"now\n"
+def test_what_is_written_at_once_to_a_pipe_still_is():
+    script = "import os, sys; from zero2all.cli.main import outlive_readers; outlive_readers(); print('now'); "
+    script += "print('said', file=sys.stderr); os._exit(0)"  # without the flush of an ordinary end
+    finished = subprocess.run([sys.executable, "-u", "-c", script], capture_output=True)
+    assert (finished.stdout, finished.stderr) == (b"now\n", b"said\n")
 
 
 def test_words_about_progress_that_nobody_reads_do_not_end_the_work(monkeypatch):
@@ -54,16 +43,12 @@ def test_words_about_progress_that_nobody_reads_do_not_end_the_work(monkeypatch)
 
 CTRL_C_AT_AN_IMPORT = """
 import os, signal, sys
-
 class Finder:
     def find_spec(self, name, *_):
         if name == os.environ["CTRL_C_AT"]:
             os.kill(os.getpid(), signal.SIGINT)
-
 sys.meta_path.insert(0, Finder())
 """
-
-
 MODULE, INSTALLED = ["-m", "zero2all"], [str(Path(sys.executable).with_name("z2a"))]
 
 
@@ -73,38 +58,26 @@ MODULE, INSTALLED = ["-m", "zero2all"], [str(Path(sys.executable).with_name("z2a
 )
 def test_ctrl_c_while_the_program_loads_leaves_no_traceback(tmp_path, program, module):
     (tmp_path / "sitecustomize.py").write_text(CTRL_C_AT_AN_IMPORT)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
-        "CTRL_C_AT": f"zero2all.{module}",
-    }
-    finished = subprocess.run(
-        [sys.executable, *program, "corpus", "rules", "en"],
-        env=environment,
-        capture_output=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
-    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "CTRL_C_AT": f"zero2all.{module}"}
+    command = [sys.executable, *program, "corpus", "rules", "en"]
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731 - what runs in the background ignores it
+    finished = subprocess.run(command, env=environment, capture_output=True, preexec_fn=heard)
     assert finished.returncode in (-signal.SIGINT, 130)
     assert (b"Traceback" in finished.stderr, finished.stdout) == (False, b"")
 
 
-# ---- terminals -------------------------------------------------------------------------------------------------
-
 FIGURES = [["source", "records in", "kept", "share"], ["my-news", "1,234,567", "1,234,500", "99.99%"]]
 
 
-def test_lines_are_broken_between_words_and_never_inside_a_command():
+def test_lines_are_broken_between_words_not_inside_a_command_and_chinese_between_characters_of_two_columns():
     text = "The rule dropped 1,234 records; see them with z2a corpus show --work my-workspace --dropped digits"
     lines = wrapped(text, 30)
     assert "z2a corpus show --work my-workspace --dropped digits" in lines
     assert all(len(line) <= 30 for line in lines if "z2a" not in line)
     assert " ".join(lines) == text
-
-
-def test_chinese_is_broken_between_characters_and_counts_two_columns():
     lines = wrapped("词元的个数，默认为 64000，在一行里写不下的时候会换行。", 20)
     assert "".join(lines).replace(" ", "") == "词元的个数，默认为64000，在一行里写不下的时候会换行。"
-    assert len(lines) > 1
     assert not any(line.startswith(("，", "。")) for line in lines)
     assert any("64000" in line for line in lines)
 
@@ -121,15 +94,14 @@ def test_the_overview_and_errors_fit_a_narrow_terminal():
     assert fitted(command, 40) == command
 
 
-@pytest.mark.parametrize("columns", [30, 40, 60, 100])
+@pytest.mark.parametrize("columns", [30, 100])
 def test_a_table_never_breaks_a_figure_or_a_name(columns, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "dumb")
     print_table(FIGURES, "corpus")
     out = capsys.readouterr().out
-    for word in ("my-news", "1,234,567", "1,234,500", "99.99%"):
-        assert word in out
+    assert [word for word in ("my-news", "1,234,567", "1,234,500", "99.99%") if word not in out] == []
     assert max(map(len, out.splitlines())) <= columns
     assert "\x1b" not in out
 
@@ -160,11 +132,11 @@ def test_an_encoding_without_chinese_gets_english():
 
 
 def test_help_in_a_narrow_terminal_breaks_no_flag_and_no_command(z2a, monkeypatch):
-    for words in ([], ["--help"], ["train", "--help"], ["corpus", "build", "--help"]):
+    flag = r"--[a-z][a-z.-]+[a-z]"
+    for words in ([], ["corpus", "build", "--help"]):
         monkeypatch.setenv("COLUMNS", "40")
         narrow = z2a.done(*words)
         monkeypatch.setenv("COLUMNS", "200")
         whole = z2a.done(*words)
-        flag = r"--[a-z][a-z.-]+[a-z]"
         assert set(re.findall(flag, whole)) <= set(re.findall(flag, narrow))
         assert set(re.findall(r"^  z2a .*$", whole, re.MULTILINE)) <= set(narrow.splitlines())

@@ -18,9 +18,6 @@ def paragraph(text: str) -> str:
     return lines[0].removeprefix("z2a: ")
 
 
-# ---- words ----------------------------------------------------------------------------------------------------
-
-
 def test_overrides_are_told_from_flags_wherever_they_stand():
     words = ["train", "--optim.lr_max", "3e-4", "quickstart", "--data.mixture={en: 1, zh: 2}", "--fresh"]
     plain, overrides = split_overrides([*words, "--data.seed", "-5"])
@@ -32,71 +29,47 @@ def test_overrides_are_told_from_flags_wherever_they_stand():
     assert split_overrides(behind_dashes) == (behind_dashes, [])
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("eval my-run --step 3", "eval run my-run --step 3"),
-        ("eval --work w my-run", "eval run --work w my-run"),
-        ("eval run run", "eval run run"),
-        ("eval --help", "eval --help"),
-        ("eval", "eval run"),
-        ("eval --step 3", "eval run --step 3"),
-        ("tokenizer eval", "tokenizer eval"),
-    ],
-)
-def test_the_name_of_a_run_after_eval_means_to_evaluate_it(words, meant):
-    assert with_verb(words.split()) == meant.split()
+def test_the_name_of_a_run_after_eval_means_to_evaluate_it():
+    assert with_verb(["eval", "--work", "w", "my-run"]) == ["eval", "run", "--work", "w", "my-run"]
+    assert with_verb(["eval"]) == ["eval", "run"]
+    for words in (["eval", "run", "run"], ["eval", "--help"], ["tokenizer", "eval"]):
+        assert with_verb(words) == words
 
 
 def test_print_config_shows_the_resolved_config_which_loads_back_to_an_equal_one(z2a, tmp_path):
     expected = load_config("quickstart", ["--optim.lr_max", "3e-4"])
     for words in (
         "train quickstart --print-config --optim.lr_max 3e-4",
-        "train --optim.lr_max 3e-4 quickstart --print-config",
-        "train --optim.lr_max=3e-4 --print-config quickstart",
+        "train --optim.lr_max=3e-4 quickstart --print-config",
     ):
         (tmp_path / "printed.yaml").write_text(z2a.done(*words.split()), encoding="utf-8")
         assert load_config(tmp_path / "printed.yaml") == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_missing_or_mistyped_words_end_with_2_and_one_line_that_says_what_to_type(z2a):
+    for words, expected in (
         ("trian", "There is no verb `trian`. Did you mean `train`? `z2a --help` lists the verbs."),
-        ("xyz", "There is no verb `xyz`. `z2a --help` lists the verbs."),
-        ("help trian", "There is no verb `trian`. Did you mean `train`? `z2a --help` lists the verbs."),
         ("corpus", "`z2a corpus` needs a verb: build, show, report, rules, download. See `z2a corpus --help`."),
-        ("corpus buidl", "`z2a corpus` has no verb `buidl`. Did you mean `build`? See `z2a corpus --help`."),
         ("corpus xyz", "`z2a corpus` has no verb `xyz`. Use one of: build, show, report, rules, download."),
-        ("pack --nonsense 3", "`z2a pack` has no flag `--nonsense`. See `z2a pack --help`."),
         ("pack --wrok w", "`z2a pack` has no flag `--wrok`. Did you mean `--work`? See `z2a pack --help`."),
         ("pack --wo w", "`z2a pack` has no flag `--wo`."),
         ("pack stray", "`z2a pack` takes no argument `stray`. See `z2a pack --help`."),
         ("pack --optim.lr_max 1", "`z2a pack` reads no config, so `--optim.lr_max` cannot be set here."),
-        ("quickstart --nonsense=3", "`z2a quickstart` has no flag `--nonsense`."),
         ("generate r --prompt x --stages []", "`z2a generate` reads no config, so `--stages`"),
         ("train --optm.lr 1", "There is no config field `optm.lr`. Did you mean `--optim.lr_max`?"),
-        ("train quickstart --optm.lr 1", "There is no config field `optm.lr`. Did you mean `--optim.lr_max`?"),
         ("train --optim.lr 1", "There is no config field `optim.lr`. Did you mean `--optim.lr_max`?"),
         ("export r --to x", "`z2a export` has no flag `--to`. Did you mean `--out`?"),
-        ("launch slurm quickstart --write x", "`z2a launch slurm` has no flag `--write`. Did you mean `--out`?"),
         ("completion bash", "`z2a completion` was removed."),
-        ("supervise --processes 2 -- python x.py", "`z2a supervise` was removed."),
         ("chaos soak quickstart --minutes 3", "`z2a chaos soak` was removed."),
         ("train", "`z2a train` needs CONFIG. See `z2a train --help`."),
         ("generate run", "`z2a generate` needs --prompt or --prompts. See `z2a generate --help`."),
-        ("generate --promt hi", "`z2a generate` has no flag `--promt`. Did you mean `--prompt`?"),
         ("pack --work", "--work needs a value. See `z2a pack --help`."),
         ("train quickstart --fresh=1", "--fresh takes no value, but got '1'."),
         ("eval r --step 1 --all-steps", "--all-steps and --step exclude each other. Give one of them."),
-        ("export r --out x --dtype f", "--dtype: got 'f', expected one of float32, bfloat16, float16."),
         ("export r --out x --dtype flot32", "--dtype: got 'flot32', expected one of float32, bfloat16, float16. Did"),
         ("tokenizer decode x", "ID: got 'x', expected a whole number. See `z2a tokenizer decode --help`."),
-        ("--verson", "`z2a` has no flag `--verson`. Did you mean `--version`? See `z2a --help`."),
-    ],
-)
-def test_missing_or_mistyped_words_end_with_2_and_one_line_that_says_what_to_type(words, expected, z2a):
-    assert paragraph(z2a.refused(2, *words.split())).startswith(expected)
+    ):
+        assert paragraph(z2a.refused(2, *words.split())).startswith(expected)
 
 
 def test_a_config_field_that_is_written_as_a_flag_gets_its_section(z2a):
@@ -105,15 +78,10 @@ def test_a_config_field_that_is_written_as_a_flag_gets_its_section(z2a):
     assert unknown_field(["--data.mixture.en", "2", "--stages", "[]", "--model={heads: 2}"]) is None
 
 
-# ---- configs --------------------------------------------------------------------------------------------------
-
-
 def test_a_config_with_problems_ends_with_2_names_the_command_line_and_starts_nothing(z2a, tmp_path):
     open_workspace(tmp_path, create=True)
     words = ("--work", tmp_path, "--optim.lr", "3", "--train.steps", "x", "--model.heads", "7")
-    ended = z2a("train", "quickstart", *words)
-    assert (ended.code, ended.out) == (2, "")
-    lines = ended.err.splitlines()
+    lines = z2a.refused(2, "train", "quickstart", *words).splitlines()
     assert lines[0] == "z2a: The command line has 4 problems; nothing was started."
     assert [line.split()[0] for line in lines[1:]] == ["1.", "2.", "3.", "4."]
     assert sorted(path.name for path in tmp_path.iterdir()) == [STAMP_NAME], "no run folder"
@@ -123,9 +91,6 @@ def test_quickstart_takes_overrides_and_refuses_them_before_it_makes_anything(z2
     said = z2a.refused(2, "quickstart", "--work", tmp_path / "q", "--train.stepps", "3")
     assert "`train` has no field `stepps`. Did you mean `steps`?" in said
     assert not (tmp_path / "q").exists()
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------
 
 
 def test_a_data_path_that_is_not_there_ends_with_3_and_makes_no_workspace(z2a, tmp_path):
@@ -163,7 +128,6 @@ def test_a_workspace_of_another_version_ends_with_3_in_every_stage(z2a, tmp_path
     for words in (f"corpus build a={raw / 'en.jsonl'}", *later, "export run --out somewhere"):
         message = paragraph(z2a.refused(3, *words.split(), "--work", work))
         assert f"written by another version of zero2all (layout {LAYOUT + 1}; this version, {__version__}" in message
-        assert "99.0" in message
     assert sorted(work.rglob("*")) == before
 
 
@@ -171,13 +135,12 @@ def test_chaos_outside_of_a_workspace_says_so_with_and_without_a_config(z2a, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("Z2A_WORK", raising=False)
     (tmp_path / "plan.yaml").write_text("- {fault: kill, step: 8}")
-    ended = z2a("chaos", "plan.yaml")
-    assert (ended.code, "needs CONFIG" in ended.err) == (2, True)
-    assert "There is no workspace here: name one with --work DIR." in paragraph(ended.err)
+    said = paragraph(z2a.refused(2, "chaos", "plan.yaml"))
+    assert "needs CONFIG" in said
+    assert "There is no workspace here: name one with --work DIR." in said
     assert "workspace here" not in z2a("chaos", "plan.yaml", "--work", "x").err
     message = paragraph(z2a("chaos", "plan.yaml", "quickstart").err)
     assert f"{tmp_path} is not a workspace" in message
-    assert "Give the folder with --work" in message
 
 
 def test_what_is_no_mistake_of_the_person_keeps_its_traceback():

@@ -6,24 +6,16 @@ from pathlib import Path
 import pytest
 
 from zero2all import __version__
+from zero2all.common import manifest as module
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
-from zero2all.common.manifest import (
-    FORMATS,
-    MANIFEST_NAME,
-    fingerprint,
-    is_current,
-    read_manifest,
-    verify_files,
-    write_manifest,
-)
+from zero2all.common.manifest import fingerprint, is_current, read_manifest, verify_files, write_manifest
 
 COMMAND = "z2a pack"
 
 
 @pytest.fixture
 def artifact(tmp_path: Path) -> Path:
-    """A finished folder with two files."""
     folder = tmp_path / "artifact"
     (folder / "inner").mkdir(parents=True)
     (folder / "tokens.bin").write_bytes(b"0123456789")
@@ -33,7 +25,7 @@ def artifact(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **values: object) -> None:
-    write_json(folder / MANIFEST_NAME, {**read_json(folder / MANIFEST_NAME), **values})
+    write_json(folder / module.MANIFEST_NAME, {**read_json(folder / module.MANIFEST_NAME), **values})
 
 
 def refused(folder: Path, kind: str = "packed") -> str:
@@ -45,27 +37,20 @@ def refused(folder: Path, kind: str = "packed") -> str:
 
 def test_a_manifest_describes_every_file_and_keeps_what_the_stage_adds(artifact):
     manifest = read_manifest(artifact, "packed", COMMAND)
-    assert manifest["tokens"] == 5
-    assert manifest["inputs"] == "made-from-this"
-    assert manifest["zero2all"] == __version__
-    assert manifest["format"] == FORMATS["packed"]
+    assert (manifest["tokens"], manifest["inputs"], manifest["zero2all"]) == (5, "made-from-this", __version__)
+    assert manifest["format"] == module.FORMATS["packed"]
     assert {name: file["bytes"] for name, file in manifest["files"].items()} == {"inner/docs.idx": 3, "tokens.bin": 10}
 
 
-def test_an_absent_manifest_names_the_command_that_makes_it(tmp_path):
-    message = refused(tmp_path / "nowhere")
-    assert "no finished packed" in message
-    assert f"`{COMMAND}`" in message
-
-
-def test_the_manifest_of_another_kind_and_json_that_is_none_are_foreign_and_half_of_one_is_damaged(artifact):
+def test_an_absent_manifest_and_that_of_another_kind_name_the_command_and_half_of_one_is_damaged(artifact, tmp_path):
+    assert f"no finished packed in {tmp_path} (no manifest.json). Run `{COMMAND}` first" in refused(tmp_path)
     message = refused(artifact, kind="checkpoint")
     assert "does not describe a checkpoint (kind: packed)" in message
     assert f"`{COMMAND}`" in message
     for foreign in ([1, 2, 3], {"name": "somebody's package"}):
-        write_json(artifact / MANIFEST_NAME, foreign)
+        write_json(artifact / module.MANIFEST_NAME, foreign)
         assert "(kind: None)" in refused(artifact)
-    (artifact / MANIFEST_NAME).write_bytes(b'{"kind": "pac')
+    (artifact / module.MANIFEST_NAME).write_bytes(b'{"kind": "pac')
     assert "cannot be read as JSON" in refused(artifact)
 
 
@@ -73,11 +58,8 @@ def test_another_format_version_says_both_versions_and_what_to_do(artifact):
     change(artifact, format=99, zero2all="7.8.9")
     message = refused(artifact)
     assert "written by zero2all 7.8.9 in packed format 99" in message
-    assert f"this is zero2all {__version__}, which reads format {FORMATS['packed']}" in message
+    assert f"this is zero2all {__version__}, which reads format {module.FORMATS['packed']}" in message
     assert f"Run `{COMMAND}` again" in message
-
-
-# ---- is the work done already? -----------------------------------------------------------------------------------
 
 
 def test_a_whole_folder_from_the_same_inputs_is_current_and_one_of_other_inputs_kind_or_format_is_not(artifact):
@@ -86,37 +68,25 @@ def test_a_whole_folder_from_the_same_inputs_is_current_and_one_of_other_inputs_
     assert not is_current(artifact, "corpus", "made-from-this")
     change(artifact, format=99)
     assert not is_current(artifact, "packed", "made-from-this")
-    (artifact / MANIFEST_NAME).write_bytes(b"{")
+    (artifact / module.MANIFEST_NAME).write_bytes(b"{")
     assert not is_current(artifact, "packed", "made-from-this")
     assert not is_current(artifact / "nowhere", "packed", "made-from-this")
 
 
-def test_a_folder_with_a_missing_or_shortened_file_is_not_current_so_that_its_stage_mends_it(artifact):
-    (artifact / "tokens.bin").write_bytes(b"01234")
-    assert not is_current(artifact, "packed", "made-from-this")
-    (artifact / "tokens.bin").unlink()
-    assert not is_current(artifact, "packed", "made-from-this")
+def test_a_missing_file_a_changed_size_and_one_flipped_bit_are_all_found_and_only_the_bit_leaves_it_current(artifact):
+    def problems() -> list[str]:
+        return verify_files(artifact, read_manifest(artifact, "packed", COMMAND))
 
-
-# ---- damage ---------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_file_a_changed_size_and_one_flipped_bit_are_all_found(artifact):
-    def problems(folder: Path) -> list[str]:
-        return verify_files(folder, read_manifest(folder, "packed", COMMAND))
-
-    assert problems(artifact) == []
-    (artifact / "inner" / "docs.idx").unlink()
+    assert problems() == []
     (artifact / "tokens.bin").write_bytes(b"0123456788")
-    flipped = problems(artifact)
-    assert len(flipped) == 2
-    assert flipped[0].endswith("docs.idx is missing")
-    assert "tokens.bin has changed since it was written (crc32c differs)" in flipped[1]
+    assert "tokens.bin has changed since it was written (crc32c differs)" in problems()[0]
+    assert is_current(artifact, "packed", "made-from-this")
     (artifact / "tokens.bin").write_bytes(b"01234567891")
-    assert "tokens.bin has 11 bytes, its manifest says 10" in problems(artifact)[1]
-
-
-# ---- fingerprints ---------------------------------------------------------------------------------------------
+    assert "tokens.bin has 11 bytes, its manifest says 10" in problems()[0]
+    assert not is_current(artifact, "packed", "made-from-this"), "so that its stage mends it"
+    (artifact / "tokens.bin").unlink()
+    assert problems()[0].endswith("tokens.bin is missing")
+    assert not is_current(artifact, "packed", "made-from-this")
 
 
 def test_a_fingerprint_depends_on_the_value_and_not_on_the_order_of_its_keys():
@@ -127,39 +97,30 @@ def test_a_fingerprint_depends_on_the_value_and_not_on_the_order_of_its_keys():
     assert fingerprint({"a": 1, "b": "中"}) == "2831299868169bc5", "the same over versions"
 
 
-# ---- manifests that nobody of us wrote ----
-
-
-def test_a_name_that_stands_twice_is_refused_instead_of_dropping_one(artifact):
-    path = artifact / MANIFEST_NAME
+def test_a_name_that_stands_twice_is_refused_and_a_fifo_in_place_of_a_manifest_is_not_waited_for(artifact):
+    path = artifact / module.MANIFEST_NAME
     path.write_bytes(path.read_bytes().replace(b'"tokens": 5,', b'"tokens": 5, "tokens": 6,'))
     assert "'tokens' is listed twice in one object" in refused(artifact)
     assert not is_current(artifact, "packed", "made-from-this")
+    (artifact / module.MANIFEST_NAME).unlink()
+    os.mkfifo(artifact / module.MANIFEST_NAME)
+    assert "not a regular file" in refused(artifact)
+
+
+FACTS = {"bytes": 10, "crc32c": "00000000"}
 
 
 @pytest.mark.parametrize(
     "odd",
     [
-        {"files": None},
-        {"files": ["tokens.bin"]},
-        {"files": {"../outside": {"bytes": 1, "crc32c": "00000000"}}},
-        {"files": {"/etc/passwd": {"bytes": 1, "crc32c": "00000000"}}},
-        {"files": {"a\0b": {"bytes": 1, "crc32c": "00000000"}}},
-        {"files": {"tokens.bin": 10}},
-        {"files": {"tokens.bin": {"bytes": -1, "crc32c": "00000000"}}},
-        {"files": {"tokens.bin": {"bytes": "10", "crc32c": "00000000"}}},
-        {"files": {"tokens.bin": {"bytes": 10**20, "crc32c": "00000000"}}},
-        {"files": {"tokens.bin": {"bytes": 10, "crc32c": None}}},
         {"inputs": 5},
+        {"files": ["tokens.bin"]},
+        *({"files": {name: FACTS}} for name in ("../outside", "/etc/passwd", "a\0b")),
+        *({"files": {"tokens.bin": {**FACTS, "bytes": odd}}} for odd in (-1, "10", 10**20, True)),
+        *({"files": {"tokens.bin": odd}} for odd in (10, {**FACTS, "crc32c": None})),
     ],
 )
 def test_a_manifest_of_odd_types_sizes_or_paths_is_refused_in_words(artifact, odd):
     change(artifact, **odd)
     assert "is damaged: " in refused(artifact)
     assert not is_current(artifact, "packed", "made-from-this")
-
-
-def test_a_fifo_in_place_of_a_manifest_is_refused_and_not_waited_for(artifact):
-    (artifact / MANIFEST_NAME).unlink()
-    os.mkfifo(artifact / MANIFEST_NAME)
-    assert "not a regular file" in refused(artifact)

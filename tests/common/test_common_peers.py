@@ -11,17 +11,8 @@ import pytest
 
 from tests.hostile import COUNTS, SEED, hostile_bytes
 from tests.processes import Program
-from zero2all.common import peers
-from zero2all.common.errors import (
-    BadInputError,
-    DiskError,
-    LostRunError,
-    UserError,
-    error_from,
-    error_values,
-    is_disk_full,
-    is_out_of_memory,
-)
+from zero2all.common import errors, peers
+from zero2all.common.errors import BadInputError, DiskError, UserError, error_from, error_values
 from zero2all.common.peers import LARGEST_BYTES, Peers
 from zero2all.packed.shard_format import DamagedShardError
 
@@ -48,9 +39,8 @@ def three(warm, tmp_path):
 
     def run(code):
         whole = f"{START}{textwrap.dedent(code)}\nprint('found', json.dumps(found))"
-        programs = [
-            Program(warm, whole, [str(rank), str(tmp_path / "store")], tmp_path / f"{rank}.txt") for rank in range(3)
-        ]
+        words = [[str(rank), str(tmp_path / "store")] for rank in range(3)]
+        programs = [Program(warm, whole, each, tmp_path / f"{each[0]}.txt") for each in words]
         for program in programs:
             assert program.wait() == 0, program.text()
         lines = [program.text().splitlines()[-1].removeprefix("found ") for program in programs]
@@ -69,8 +59,7 @@ def test_values_come_back_exactly_from_every_rank(three):
     """)
     assert json.dumps(found[1]) == json.dumps(found[2]) == json.dumps(found[0])
     (first, second, third), sent, ran = found[0]
-    assert [first[0], third[0], second] == [0, 2, "x" * 70000]
-    assert first[1:3] == [VALUES, [1, [2]]]
+    assert ([first[0], third[0], second], first[1:3]) == ([0, 2, "x" * 70000], [VALUES, [1, [2]]])
     assert str(first[1][2]) == "-0.0"
     assert math.isnan(first[3][0])
     assert first[3][1:] == [math.inf, -math.inf]
@@ -85,21 +74,20 @@ def test_an_error_is_raised_by_all_ranks_with_its_class_and_text_and_one_that_is
         def fail(error):
             raise error
 
+        errors = [OddError("full"), FileNotFoundError(2, "gone", "a/b"), KeyError("k")]
+
         def together():
             return fail(OddError("full")) if rank == 2 else 7
 
         found = [
-            said_by(lambda: world.run_on_rank0(lambda: fail(OddError("full")))),
-            said_by(lambda: world.run_on_rank0(lambda: fail(FileNotFoundError(2, "gone", "a/b")))),
-            said_by(lambda: world.run_on_rank0(lambda: fail(KeyError("k")))),
+            *(said_by(lambda: world.run_on_rank0(lambda: fail(error))) for error in errors),
             said_by(lambda: world.run_together(together)).partition(" on ")[0],
         ]
     """)
     gone = "FileNotFoundError None: [Errno 2] gone: 'a/b'"
     other = ["DiskError True: full", gone, "RuntimeError None: KeyError: 'k'", "DiskError True: Rank 2"]
     assert found[0] == ["OddError True: full", gone, "KeyError None: 'k'", "DiskError True: Rank 2"]
-    assert found[1] == other
-    assert found[2][:3] == other[:3]
+    assert (found[1], found[2][:3]) == (other, other[:3])
     assert found[2][3].startswith("OddError")
 
 
@@ -111,7 +99,7 @@ def test_a_rank_that_announces_too_much_is_named_before_anything_is_allocated(th
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
             dist.all_gather(lengths, torch.tensor([length]))
 
-        tried = (1 << 40, -1, peers.LARGEST_BYTES + 1)
+        tried = (-1, peers.LARGEST_BYTES + 1)
         found = [said_by(lambda: announce(each) if rank == 1 else world.gather("small")) for each in tried]
         found.append(said_by(lambda: world.gather("x" * peers.LARGEST_BYTES if rank == 1 else "")))
 
@@ -121,14 +109,13 @@ def test_a_rank_that_announces_too_much_is_named_before_anything_is_allocated(th
         found.append(said_by(lambda: too_long() if rank == 0 else world.broadcast(None)))
         found.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
     """)
-    for each in (found[0][:3], found[2][:3]):
-        assert [text.partition(" bytes; ")[0] for text in each] == [
-            f"BadInputError True: Rank 1 announced a value of {length:,}" for length in (1 << 40, -1, LARGEST_BYTES + 1)
-        ]
-        assert f"at most {LARGEST_BYTES:,}. Check" in each[0]
-    assert all(each[3].startswith("BadInputError True: Rank 1 announced") for each in found), "its own rank too"
-    assert all(each[4].startswith(f"BadInputError True: Rank 0 announced a value of {1 << 40:,}") for each in found[1:])
-    assert max(each[5] for each in found) < 2000, "MB"
+    said = "BadInputError True: Rank {} announced a value of {:,} bytes; ranks send each other at most"
+    for of_rank in (found[0], found[2]):
+        assert of_rank[0].startswith(said.format(1, -1))
+        assert of_rank[1].startswith(said.format(1, LARGEST_BYTES + 1))
+    assert all(of_rank[2].startswith("BadInputError True: Rank 1 announced") for of_rank in found), "its own rank too"
+    assert all(of_rank[3].startswith(said.format(0, 1 << 40)) for of_rank in found[1:])
+    assert max(of_rank[4] for of_rank in found) < 2000, "MB"
 
 
 def test_a_pickle_from_another_rank_is_refused_and_its_code_does_not_run(three, tmp_path):
@@ -148,42 +135,29 @@ def test_a_pickle_from_another_rank_is_refused_and_its_code_does_not_run(three, 
 
 
 def test_a_process_alone_sees_its_values_as_the_others_would():
-    assert Peers().gather((1, (2,))) == [[1, [2]]]
-    assert Peers().broadcast({"a": (1,)}) == {"a": [1]}
+    assert (Peers().gather((1, (2,))), Peers().broadcast({"a": (1,)})) == ([[1, [2]]], {"a": [1]})
     for value in ({1: 2}, [{"a": {None: 1}}], {1, 2}, b"bytes", DiskError("x")):
         with pytest.raises(TypeError):
             Peers().gather(value)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "text"),
-    [
-        (LostRunError("taken"), LostRunError, "taken"),
+def test_an_error_keeps_the_nearest_class_that_is_known_and_none_is_imported_because_another_names_it():
+    for error, kind, text in (
+        (errors.LostRunError("taken"), errors.LostRunError, "taken"),
         (DamagedShardError("a file"), DamagedShardError.__base__, "a file"),
         (PermissionError(errno.EACCES, "no", "f"), PermissionError, "[Errno 13] no: 'f'"),
         (OSError("10 requested and 4 written"), OSError, "10 requested and 4 written"),
         (ValueError("odd"), RuntimeError, "ValueError: odd"),
-    ],
-)
-def test_an_error_keeps_the_nearest_class_that_is_known(error, kind, text):
-    found = error_from(json.loads(json.dumps(error_values(error))))
-    assert type(found) is kind
-    assert str(found) == text
-    assert not isinstance(error, UserError) or found.exit_code == error.exit_code
-
-
-def test_a_full_disk_and_memory_that_ran_out_are_known_in_the_other_processes():
-    assert is_disk_full(error_from(error_values(OSError(errno.ENOSPC, "No space left on device"))))
-    assert is_disk_full(error_from(error_values(OSError("10 requested and 4 written"))))
-    assert is_disk_full(error_from(error_values(ValueError("io error (os error 28)"))))
-    assert is_out_of_memory(error_from(error_values(MemoryError())))
-    assert not is_out_of_memory(error_from(error_values(ValueError("odd"))))
-
-
-def test_no_class_is_imported_because_another_process_names_it():
+    ):
+        found = error_from(json.loads(json.dumps(error_values(error))))
+        assert type(found) is kind
+        assert str(found) == text
+        assert not isinstance(error, UserError) or found.exit_code == error.exit_code
+    for error in (OSError(errno.ENOSPC, "No space left on device"), ValueError("io error (os error 28)")):
+        assert errors.is_disk_full(error_from(error_values(error)))
+    assert errors.is_out_of_memory(error_from(error_values(MemoryError())))
     sys.modules.pop("antigravity", None)
-    found = error_from(["antigravity.Error", "x"])
-    assert type(found) is RuntimeError
+    assert type(error_from(["antigravity.Error", "x"])) is RuntimeError
     assert "antigravity" not in sys.modules
 
 

@@ -9,34 +9,24 @@ from zero2all.common.records import corpus_sources, iter_records, training_text
 from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace, require_output
 
 
-def test_a_new_workspace_gets_a_stamp_and_opens_again(tmp_path):
+def test_a_folder_without_a_stamp_is_no_workspace_and_a_new_one_gets_a_stamp_and_opens_again(tmp_path):
+    with pytest.raises(UsageError, match=r"is not a workspace \(it has no workspace\.json\).*--work"):
+        open_workspace(tmp_path)
+    assert list(tmp_path.iterdir()) == []
     root = tmp_path / "new" / "work"
     open_workspace(root, create=True)
     assert read_json(root / STAMP_NAME) == {"layout": LAYOUT, "zero2all": __version__}
     workspace = open_workspace(root)
-    assert workspace.run("a") == root / "runs" / "a"
-    assert open_workspace(root, create=True) == workspace
+    assert (workspace.run("a"), open_workspace(root, create=True)) == (root / "runs" / "a", workspace)
 
 
-def test_a_folder_without_a_stamp_is_no_workspace_and_stays_as_it_is(tmp_path):
-    with pytest.raises(UsageError, match=r"is not a workspace \(it has no workspace\.json\).*--work") as caught:
-        open_workspace(tmp_path)
-    assert caught.value.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("layout", [LAYOUT + 1, 0, "1", None])
+@pytest.mark.parametrize("layout", [LAYOUT + 1, None])
 def test_a_workspace_of_another_layout_is_refused_with_both_versions(tmp_path, layout):
     write_json(tmp_path / STAMP_NAME, {"layout": layout, "zero2all": "9.9"})
+    said = rf"layout {layout}; this version, {__version__}, uses layout {LAYOUT}.*--work.*wrote it \(9\.9\)"
     for create in (False, True):
-        with pytest.raises(BadInputError) as caught:
+        with pytest.raises(BadInputError, match=said):
             open_workspace(tmp_path, create=create)
-        assert caught.value.exit_code == 3
-        message = str(caught.value)
-        assert f"layout {layout}" in message
-        assert f"{__version__}, uses layout {LAYOUT}" in message
-        assert "9.9" in message
-        assert "--work" in message
 
 
 def test_a_stamp_that_is_not_ours_and_a_path_where_no_workspace_can_be_are_refused(tmp_path):
@@ -60,9 +50,6 @@ def test_a_run_that_is_not_there_is_answered_with_those_that_are(tmp_path):
     assert workspace.existing_run("first-run") == workspace.run("first-run")
 
 
-# ---- records --------------------------------------------------------------------------------------------------
-
-
 def test_without_a_report_there_is_no_corpus_and_a_source_that_it_lists_must_be_whole(tmp_path):
     with pytest.raises(BadInputError, match=r"no finished corpus .*Run `z2a corpus build` first"):
         corpus_sources(tmp_path)
@@ -78,9 +65,7 @@ def test_records_come_shard_by_shard_and_a_damaged_line_is_named(tmp_path):
     (folder / "part-00000.jsonl").write_bytes(b'{"id": 1}\n{"id": 2}\n')
     records = iter_records(tmp_path, "en", "train")
     assert [next(records)["id"] for _ in range(3)] == [1, 2, 3]
-    with pytest.raises(
-        BadInputError, match=r"part-00001\.jsonl is damaged: it is not JSON at line 2.*`z2a corpus build`"
-    ):
+    with pytest.raises(BadInputError, match=r"part-00001\.jsonl is damaged: it is not JSON at line 2.*corpus build`"):
         next(records)
     assert list(iter_records(tmp_path, "en", "valid")) == []
 
@@ -92,18 +77,14 @@ def test_a_title_is_part_of_the_text_unless_the_text_opens_with_it():
     assert training_text({"content": "It fell."}) == "It fell."
 
 
-# ---- where results may be put ----
-
-
 def test_a_result_never_replaces_a_file_that_a_stage_has_written(tmp_path):
-    of_stages = ["corpus/report.json", "corpus/en/train/part-00000.jsonl", "tokenizer/tokenizer.json"]
-    of_stages += ["runs/a/config.yaml", "runs/a/metrics/000.jsonl"]
     open_workspace(tmp_path, create=True)
+    of_stages = ("corpus/en/train/part-00000.jsonl", "tokenizer/tokenizer.json", "runs/a/metrics/000.jsonl")
     for name in of_stages:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    (tmp_path / "link.json").symlink_to(tmp_path / "corpus/report.json")
-    for name in (*of_stages, "workspace.json", "link.json", "corpus/../corpus/report.json"):
+    (tmp_path / "link.json").symlink_to(tmp_path / of_stages[0])
+    for name in (*of_stages, "workspace.json", "link.json", "corpus/../tokenizer/tokenizer.json"):
         with pytest.raises(BadInputError, match=r"already exists inside .* delete the file first"):
             require_output(tmp_path / name, "--json")
 

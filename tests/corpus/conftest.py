@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.corpus.corpus_helpers import HERE, plain_options
-from zero2all.common.records import iter_records
+from tests.corpus.corpus_helpers import HERE, both, plain_options
 from zero2all.corpus import Source, build_corpus
 
 WriteLines = Callable[..., Path]
@@ -16,7 +15,6 @@ WriteLines = Callable[..., Path]
 
 @pytest.fixture
 def write_lines(tmp_path: Path) -> WriteLines:
-    """Write rows as JSON lines; a row given as bytes is written as it is."""
 
     def write(name: str, rows: list[Any]) -> Path:
         path = tmp_path / name
@@ -30,7 +28,6 @@ def write_lines(tmp_path: Path) -> WriteLines:
 
 @pytest.fixture
 def build(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Build one source into tmp_path/corpus and return its part of the report."""
 
     def run(path: Path, name: str = "one", mapping: dict[str, str] | None = None, **options: Any) -> dict[str, Any]:
         source = Source(name, path, mapping=mapping)
@@ -41,22 +38,15 @@ def build(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Callable[..., list[Any]]:
-    """All kept records of a source, train and valid, in gid order."""
 
     def read(name: str = "one") -> list[Any]:
-        folder = tmp_path / "corpus" / name
-        records = [
-            *iter_records(folder.parent, folder.name, "train"),
-            *iter_records(folder.parent, folder.name, "valid"),
-        ]
-        return sorted(records, key=lambda record: record["gid"])
+        return sorted(both(tmp_path / "corpus", name), key=lambda record: record["gid"])
 
     return read
 
 
 @pytest.fixture
 def quarantined(tmp_path: Path) -> Callable[..., list[Any]]:
-    """What stands in the quarantine of a source."""
 
     def read(name: str = "one") -> list[Any]:
         return [json.loads(line) for line in (tmp_path / "corpus/quarantine" / f"{name}.jsonl").open(encoding="utf-8")]

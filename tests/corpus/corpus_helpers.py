@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from zero2all.common.records import iter_records
 from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 
@@ -19,12 +20,14 @@ def plain_options(**options: Any) -> BuildOptions:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def build_three(corpus: Path, raw: Path, engine: EngineConfig) -> dict[str, Any]:
-    """Build the three sources of `test_corpus_engine` in many small units and shards."""
     paths = {"lines": raw / "lines.jsonl", "array": raw / "array.json", "texts": raw / "texts"}
-    options = BuildOptions(rules="none", unit_bytes=150_000, shard_bytes=400_000, valid_share=0.05)
+    options = BuildOptions(rules="none", unit_bytes=75_000, shard_bytes=200_000, valid_share=0.05)
     return build_corpus(corpus, [Source(name, path, "en") for name, path in paths.items()], options, engine)
+
+
+def both(corpus: Path, name: str = "a") -> list[Any]:
+    return [record for split in ("train", "valid") for record in iter_records(corpus, name, split)]

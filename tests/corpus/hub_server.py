@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -28,8 +27,6 @@ LFS_FROM_BYTES = 1000
 
 @dataclass
 class Request:
-    """One line of the log."""
-
     path: str
     range: str | None
     authorization: str | None
@@ -99,14 +96,12 @@ class HubServer:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def put(self, name: str, files: Mapping[str, bytes], kind: str = "dataset") -> str:
-        """Make a commit with exactly these files; returns its name."""
         repo = self.repos.setdefault(name, Repo(kind))
         commit = hashlib.sha1(f"{name} {len(repo.commits)}".encode()).hexdigest()
         repo.commits[commit] = dict(files)
         return commit
 
     def asked(self, name: str) -> list[Request]:
-        """The requests for one file, in their order."""
         return [request for request in self.requests if request.name == name]
 
     @property
@@ -117,13 +112,12 @@ class HubServer:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
 def checksum_entry(name: str, content: bytes) -> dict[str, Any]:
-    """How a hub lists a file."""
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": blob}
     if len(content) >= LFS_FROM_BYTES:
@@ -172,11 +166,10 @@ class _Handler(BaseHTTPRequestHandler):
                 (entry.get("lfs") or entry)["size"] = self.hub.stated_sizes[entry["path"]]
         end = start + self.hub.page_entries
         # as mirrors do that hand on what the hub said: an address that is not theirs
-        link = f'<https://elsewhere.invalid{path}?recursive=true&cursor={end}>; rel="next"'
-        is_last = end >= len(entries)
-        if self.hub.endless_listing:
-            link, is_last = f'<https://elsewhere.invalid{path}?recursive=true&cursor=0>; rel="next"', False
-        self._json(entries[start:end], **({} if is_last else {"Link": link}))
+        cursor = 0 if self.hub.endless_listing else end
+        link = f'<https://elsewhere.invalid{path}?recursive=true&cursor={cursor}>; rel="next"'
+        has_more = self.hub.endless_listing or end < len(entries)
+        self._json(entries[start:end], **({"Link": link} if has_more else {}))
 
     def _answer_file(self, path: str, log: Request) -> None:
         kind = "datasets" if path.startswith("/datasets/") else "models"

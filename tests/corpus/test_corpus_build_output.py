@@ -1,29 +1,17 @@
 """What stands in a finished corpus: formats, samples, clusters, reports, the raw file of every item, chats."""
 
-import gzip
-import io
 import json
 import random
 import shutil
-import tarfile
-import zipfile
 
 import pytest
 
-from tests.corpus.corpus_helpers import HERE, plain_options, tree
+from tests.corpus.corpus_helpers import HERE, both, plain_options, tree
+from tests.corpus.readers.reader_samples import PACKS, json_lines
 from zero2all.common.engine import open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.records import ORIGINS_NAME, iter_records, training_text
-from zero2all.corpus import (
-    BuildOptions,
-    Source,
-    build_corpus,
-    find_record,
-    ingest,
-    iter_dropped,
-    read_report,
-    segment_writer,
-)
+from zero2all.corpus import BuildOptions, Source, build_corpus, find_record, ingest, iter_dropped, read_report
 from zero2all.corpus.channels import SCRIPTS, scripts_of_encoded
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.signatures import encode
@@ -35,13 +23,6 @@ WORDS = ["river", "stone", "morning", "carpenter", "window", "letter", "garden",
 
 def prose(seed: int, count: int = 120) -> list[str]:
     return random.Random(seed).choices([f"{word}{n}" for word in WORDS for n in range(40)], k=count)
-
-
-def both(corpus, name="a"):
-    return [record for split in ("train", "valid") for record in iter_records(corpus, name, split)]
-
-
-# ---- formats --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -61,11 +42,8 @@ def test_every_format_is_read_back_and_damage_of_it_noticed(tmp_path, rows, shar
     else:
         assert found == expected
     assert len(found) == report["totals"]["records_kept"] == 302
-    plain, other = (
-        sorted(path.name.partition(".")[0] for path in (tmp_path / folder / "a/train").iterdir())
-        for folder in ("plain", "other")
-    )
-    assert plain == other
+    plain = {path.name.partition(".")[0] for path in (tmp_path / "plain/a/train").iterdir()}
+    assert plain == {path.name.partition(".")[0] for path in (tmp_path / "other/a/train").iterdir()}
     assert len(plain) > 2, "the same records stand in the same shard"
     part = tmp_path / f"other/a/train/part-00000.{shard_format}"
     part.write_bytes(part.read_bytes()[:-20])
@@ -73,14 +51,10 @@ def test_every_format_is_read_back_and_damage_of_it_noticed(tmp_path, rows, shar
         both(tmp_path / "other")
 
 
-# ---- what was dropped -----------------------------------------------------------------------------------------
-
-
 def test_dropped_records_are_sampled_with_rule_place_and_measures(tmp_path, write_lines):
     texts = [*(f"text {n}" for n in range(30)), "77 " * 300 + "x", "78", *(f"{n % 9} " * 2 for n in range(900))]
     path = write_lines("a.jsonl", [{"text": text} for text in texts])
-    clean = {"digits": {"on": True, "max_share": 0.5, "from_chars": 0}}
-    options = plain_options(clean=clean, unit_bytes=500)
+    options = plain_options(clean={"digits": {"on": True, "max_share": 0.5, "from_chars": 0}}, unit_bytes=2000)
     report = build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)["sources"]["a"]
     assert report["dropped"] == {"digits": 902}
     samples = list(iter_dropped(tmp_path / "corpus", "a", "digits"))
@@ -109,20 +83,16 @@ def test_clusters_say_which_record_was_kept_for_which(tmp_path, write_lines):
     assert sample["kept_gid"] == 2**40
 
 
-@pytest.mark.parametrize("near", ["all", "held_out"])
-def test_no_near_duplicate_of_valid_is_left_in_train(tmp_path, write_lines, near):
-    texts = [prose(n) for n in range(300)]
+def test_no_near_duplicate_of_valid_is_left_in_train(tmp_path, write_lines):
+    texts = [prose(n) for n in range(200)]
     copies = [[*text[:60], "changed", *text[61:]] for text in texts]
     path = write_lines("a.jsonl", [{"text": " ".join(text)} for text in [*texts, *copies]])
-    options = BuildOptions(rules="none", valid_share=0.1, dedup=DedupConfig(near=near))
-    report = build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)["sources"]["a"]
-    train = {record["content"].split()[0:20][0] for record in iter_records(tmp_path / "corpus", "a", "train")}
+    options = BuildOptions(rules="none", valid_share=0.1, dedup=DedupConfig(near="held_out"))
+    build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)
     starts = {" ".join(record["content"].split()[:20]) for record in iter_records(tmp_path / "corpus", "a", "train")}
     held_out = [record["content"] for record in iter_records(tmp_path / "corpus", "a", "valid")]
-    assert train
-    assert len(held_out) > 10
+    assert len(starts) > len(held_out) > 10
     assert not [text for text in held_out if " ".join(text.split()[:20]) in starts]
-    assert (report["records_kept"] == 300) == (near == "all")
 
 
 def test_a_record_is_found_by_its_gid_in_whichever_split_it_stands(tmp_path, rows):
@@ -135,71 +105,22 @@ def test_a_record_is_found_by_its_gid_in_whichever_split_it_stands(tmp_path, row
     assert find_record(tmp_path / "corpus", {"a": 0}, 1 << 40) is None, "no source has this number"
 
 
-# ---- the report -----------------------------------------------------------------------------------------------
-
-
 def test_report_has_lengths_and_scripts_of_what_was_kept(tmp_path, write_lines):
     path = write_lines("a.jsonl", [{"text": "a" * 100}, {"text": "b" * 120}, {"text": "文" * 100}, {"text": "12"}])
     report = build_corpus(tmp_path / "corpus", [Source("a", path, "zh")], plain_options(), HERE)["sources"]["a"]
     assert report["length_histogram"] == {"2": 1, "64": 2, "256": 1}
-    assert report["scripts"] == {
-        "han": {"records": 1, "bytes": 300},
-        "latin": {"records": 2, "bytes": 220},
-        "none": {"records": 1, "bytes": 2},
-    }
+    scripts = {"han": (1, 300), "latin": (2, 220), "none": (1, 2)}
+    assert {name: (facts["records"], facts["bytes"]) for name, facts in report["scripts"].items()} == scripts
     assert read_report(tmp_path / "corpus")["sources"]["a"] == report
 
 
-SCRIPT_OF = {
-    "The cat sat.": "latin",
-    "12 + 3 = 15": "none",
-    "猫坐在垫子上 cat": "han",
-    "ねこがマットの上に座った": "kana",
-    "고양이가 앉았다": "hangul",
-    "Кошка сидела": "cyrillic",
-    "η γάτα κάθισε": "greek",
-    "बिल्ली बैठ गई": "devanagari",
-    "جلست القطة": "arabic",
-}
+SCRIPT_OF = {"The cat sat.": "latin", "12 + 3 = 15": "none", "猫坐在垫子上 cat": "han", "Кошка сидела": "cyrillic"}
+SCRIPT_OF |= {"ねこがマットの上に座った": "kana", "고양이가 앉았다": "hangul", "η γάτα κάθισε": "greek"}
+SCRIPT_OF |= {"बिल्ली बैठ गई": "devanagari", "جلست القطة": "arabic"}
 
 
 def test_script_is_told_from_the_text():
     assert [SCRIPTS[number] for number in scripts_of_encoded(encode(list(SCRIPT_OF)))] == list(SCRIPT_OF.values())
-
-
-# ---- inputs ---------------------------------------------------------------------------------------------------
-
-
-def test_compressed_stream_goes_on_at_its_cursor(tmp_path, monkeypatch):
-    """A stream that cannot be split is one unit of many segments; killed in between, it goes on behind the last."""
-    lines = [json.dumps({"text": f"{n} " + " ".join(prose(n, 30))}) for n in range(3000)]
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 400)
-    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 100)
-    options = plain_options()
-    build_corpus(tmp_path / "whole", [Source("a", path)], options, HERE)
-
-    class KilledError(Exception):
-        pass
-
-    def killed_later(self, notes, finish=segment_writer.SegmentWriter.finish):
-        state = finish(self, notes)
-        if notes["next"]["cursor"] and len(list((tmp_path / "cut").glob(".build/*/a/unit-00000/seg-*[0-9]"))) == 4:
-            raise KilledError
-        return state
-
-    with monkeypatch.context() as patched:
-        patched.setattr(segment_writer.SegmentWriter, "finish", killed_later)
-        with pytest.raises(KilledError):
-            build_corpus(tmp_path / "cut", [Source("a", path)], options, HERE)
-    before = {seg: seg.stat().st_ino for seg in (tmp_path / "cut").glob(".build/*/a/unit-00000/seg-0000[0-2]")}
-    assert len(before) == 3
-    report = build_corpus(tmp_path / "cut", [Source("a", path)], options, HERE, keep_build=True)
-    assert {seg: seg.stat().st_ino for seg in before} == before, "they were not read again"
-    assert report["totals"]["records_in"] == 3000
-    build_corpus(tmp_path / "cut", [Source("a", path)], options, HERE)
-    assert tree(tmp_path / "cut") == tree(tmp_path / "whole")
 
 
 def test_archive_members_with_other_fields_have_mappings_of_their_own_and_no_row_is_lost(tmp_path):
@@ -207,9 +128,8 @@ def test_archive_members_with_other_fields_have_mappings_of_their_own_and_no_row
     for _ in range(900):
         deep = [deep]  # more than JSON can hold
     rows = [*({"text": f"one {n}"} for n in range(300)), {"text": "deep", "n": deep}]
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("one.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        archive.writestr("two.json", json.dumps([{"body": f"two {n}", "name": "t"} for n in range(30)]))
+    others = json.dumps([{"body": f"two {n}", "name": "t"} for n in range(30)]).encode()
+    (tmp_path / "a.zip").write_bytes(PACKS[".zip"]({"one.jsonl": json_lines(rows), "two.json": others}))
     report = build_corpus(tmp_path / "corpus", [Source("a", tmp_path / "a.zip")], plain_options(), HERE)
     source = report["sources"]["a"]
     assert source["records_kept"] + source["quarantined"] == 331
@@ -219,16 +139,14 @@ def test_archive_members_with_other_fields_have_mappings_of_their_own_and_no_row
 
 def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     """Members without text, members with other fields and damage, cut at every place a kill could leave it."""
-    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 3)
-    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 2)
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
-        for n in range(12):
-            rows = [{("text" if n % 3 else "body"): f"{n} {row}", "title": "t"} for row in range(n % 5)]
-            data = b"".join(json.dumps(row).encode() + b"\n" for row in rows) + (b"{bad\n" if n % 4 == 1 else b"")
-            data = bytes(range(256)) * 4 if n % 6 == 5 else data
-            info = tarfile.TarInfo(f"m{n:02d}.jsonl")
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    monkeypatch.setattr("zero2all.corpus.segment_writer.SEGMENT_ITEMS", 3)
+    monkeypatch.setattr("zero2all.corpus.segment_writer.BATCH_RECORDS", 2)
+    members = {}
+    for n in range(12):
+        rows = [{("text" if n % 3 else "body"): f"{n} {row}", "title": "t"} for row in range(n % 5)]
+        data = json_lines(rows) + (b"{bad\n" if n % 4 == 1 else b"")
+        members[f"m{n:02d}.jsonl"] = bytes(range(256)) * 4 if n % 6 == 5 else data
+    (tmp_path / "a.tar.gz").write_bytes(PACKS[".tar.gz"](members))
     source = Source("a", tmp_path / "a.tar.gz", "en")
     options = plain_options()
     plan = plan_source(source, list_source(source, tmp_path / "corpus"), tmp_path / "corpus", options)
@@ -239,28 +157,26 @@ def test_unit_resumed_behind_any_segment_is_the_same(tmp_path, monkeypatch):
     assert len(segments) >= 6
     assert sum(sum(segment.state["skipped"].values()) for segment in segments) > 2
     for done in range(1, len(segments)):
+        before = {segment.folder: segment.folder.stat().st_ino for segment in segments[:done]}
         (task.folder / "done.json").unlink()
         for segment in segments[done:]:
             shutil.rmtree(segment.folder)
         again = ingest.ingest_unit(task)
         assert [segment.state for segment in again] == [segment.state for segment in segments]
         assert tree(task.folder) == whole
-
-
-# ---- origins and chats --------------------------------------------------------------------------------------
+        assert {folder: folder.stat().st_ino for folder in before} == before, "they were not read again"
 
 
 def test_each_stretch_of_items_names_its_file_or_archive_member(tmp_path, monkeypatch):
-    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 3)
-    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 2)
+    monkeypatch.setattr("zero2all.corpus.segment_writer.SEGMENT_ITEMS", 3)
+    monkeypatch.setattr("zero2all.corpus.segment_writer.BATCH_RECORDS", 2)
     raw = tmp_path / "raw"
     raw.mkdir()
     rows = [json.dumps({"text": f"This is document number {n}, which is like no other."}) for n in range(12)]
     (raw / "a.jsonl").write_text("\n".join(rows[:4]) + '\n{"text": \n')
     (raw / "b.jsonl").write_text("\n".join(rows[4:9]))
-    with zipfile.ZipFile(raw / "c.zip", "w") as archive:
-        archive.writestr("inner/d.jsonl", "\n".join(rows[9:11]))
-        archive.writestr("inner/e.jsonl", rows[11])
+    members = {"inner/d.jsonl": "\n".join(rows[9:11]).encode(), "inner/e.jsonl": rows[11].encode()}
+    (raw / "c.zip").write_bytes(PACKS[".zip"](members))
     build_corpus(tmp_path / "corpus", [Source("s", raw)], plain_options(max_damaged_share=1.0), HERE)
     found = [json.loads(line) for line in (tmp_path / "corpus/s" / ORIGINS_NAME).read_bytes().splitlines()]
     assert [line["first"] for line in found] == [0, 5, 10, 12]  # the damaged line counts
@@ -271,10 +187,9 @@ def test_each_stretch_of_items_names_its_file_or_archive_member(tmp_path, monkey
     ("field", "role", "text"), [("messages", "role", "content"), ("conversations", "from", "value")]
 )
 def test_chats_keep_their_messages_and_are_cleaned_by_their_texts(write_lines, build, kept, field, role, text):
-    chats = [
-        {field: [{role: "user", text: f"What is {n} plus {n}?"}, {role: "assistant", text: f"It is {2 * n}."}], "id": n}
-        for n in range(19)
-    ]
+    said = [(f"What is {n} plus {n}?", f"It is {2 * n}.") for n in range(19)]
+    talks = [[{role: "user", text: question}, {role: "assistant", text: answer}] for question, answer in said]
+    chats = [{field: talk, "id": n} for n, talk in enumerate(talks)]
     assert build(write_lines("chats.jsonl", chats))["mappings"] == [{"content": field}]
     assert kept()[3]["content"] == "What is 3 plus 3?\nIt is 6."
     assert kept()[3]["others"] == {field: chats[3][field], "id": 3}

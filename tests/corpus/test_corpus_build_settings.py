@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.corpus.corpus_helpers import HERE, plain_options
-from zero2all.cli import main
 from zero2all.cli.main import build_parser
 from zero2all.common.errors import UsageError
 from zero2all.common.records import iter_records
@@ -27,10 +26,6 @@ SEED_SETS = {
     "WuDaoCorpus2.0": {"id": 1, "uniqueKey": "u", "titleUkey": "t", "dataType": "类", "title": "题", "content": "正文"},
     "github-python": {"repo_name": "r", "ref": "x", "path": "a.py", "copies": "1", "content": "x = 1"},
 }
-
-
-def test_every_known_data_set_is_tried_here():
-    assert {*SEED_SETS, "conversation", "sharegpt"} == set(KINDS)  # of chats, test_corpus_build_output.py has more
 
 
 @pytest.mark.parametrize("kind", SEED_SETS)
@@ -90,11 +85,8 @@ def test_whole_build_stands_in_one_file(tmp_path, yaml_build):
     assert [source.name for source in settings.sources] == ["qa", "own", "plain"]
     assert settings.engine.workers == 1
     report = build_corpus(tmp_path / "corpus", settings.sources, settings.options, settings.engine)["sources"]
-    assert {name: (source["channel"], source["dropped"]) for name, source in report.items()} == {
-        "qa": ("zh", {}),
-        "own": ("en", {"too_short": 1}),
-        "plain": ("zh", {"too_short": 1}),
-    }
+    expected = {"qa": ("zh", {}), "own": ("en", {"too_short": 1}), "plain": ("zh", {"too_short": 1})}
+    assert {name: (source["channel"], source["dropped"]) for name, source in report.items()} == expected
     assert (tmp_path / "corpus/own/train/part-00000.jsonl.zst").is_file()
 
 
@@ -138,32 +130,22 @@ def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):
     assert f"{drops} --work 'my work' a --dropped too_short" in summary_notes(report, Path("my work"))
 
 
-def test_command_line_builds_shows_and_reports(tmp_path, write_lines, capsys):
+def test_command_line_builds_shows_and_reports(tmp_path, write_lines, z2a):
     rows = [{"text": f"text number {n}", "title": f"t{n}"} for n in range(30)]
     rows[1]["text"] = "a text that steers a terminal: \x1b[31m"
-    path = write_lines("a.jsonl", [*rows, {"text": "x"}, rows[0]])
-    work = ["--work", str(tmp_path / "work")]
-    assert main(["corpus", "build", f"a={path}", *work, "--format", "csv"]) == 2
-    assert "options.format: got 'csv', expected one of 'jsonl'" in capsys.readouterr().err
-    assert not (tmp_path / "work").exists()
-    options = ["--options.rules", "none", "--dedup.near", "off", "--clean.too_short.on", "true"]
-    options += ["--clean.too_short.min_chars", "3", "--workers", "1", "--format", "parquet"]
-    assert main(["corpus", "build", f"a={path}", *work, *options]) == 0
-    output = capsys.readouterr()
-    assert "a: 1 file" in output.err
-    assert "dropped 1 duplicate, 1 too_short" in output.out
-    assert main(["corpus", "report", *work]) == 0
-    assert "dropped 1 duplicate, 1 too_short" in capsys.readouterr().out
-    assert main(["corpus", "show", "a", "--count", "2", *work]) == 0
-    shown = capsys.readouterr().out
+    path, work = write_lines("a.jsonl", [*rows, {"text": "x"}, rows[0]]), tmp_path / "work"
+    said = z2a.refused(2, "corpus", "build", f"a={path}", "--work", work, "--format", "csv")
+    assert "options.format: got 'csv', expected one of 'jsonl'" in said
+    assert not work.exists()
+    options = ["--options.rules", "none", "--dedup.near", "off", "--clean.too_short.on", "true", "--workers", "1"]
+    options += ["--clean.too_short.min_chars", "3", "--format", "parquet", "--work", work]
+    assert "dropped 1 duplicate, 1 too_short" in z2a.done("corpus", "build", f"a={path}", *options)
+    assert "dropped 1 duplicate, 1 too_short" in z2a.done("corpus", "report", "--work", work)
+    shown = z2a.done("corpus", "show", "a", "--count", "2", "--work", work)
     assert "steers a terminal: " in shown
     assert "\x1b" not in shown
-    assert main(["corpus", "show", "--dropped", "dupicate", *work]) == 2
-    assert "Did you mean `duplicate`" in capsys.readouterr().err
-    assert json.loads((tmp_path / "work/corpus/report.json").read_text())["options"]["format"] == "parquet"
-
-
-# ---- docs/corpus.md -----------------------------------------------------------------------------------------
+    assert "Did you mean `duplicate`" in z2a.refused(2, "corpus", "show", "--dropped", "dupicate", "--work", work)
+    assert json.loads((work / "corpus/report.json").read_text())["options"]["format"] == "parquet"
 
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "corpus.md").read_text(encoding="utf-8")
@@ -181,13 +163,14 @@ def test_edits_and_rules_are_listed_in_the_order_in_which_they_are_judged():
     assert [name for name in first_cells("rules, in this order") if name != "block_art"] == rules
 
 
-def test_every_kind_is_named():
+def test_every_kind_is_named_and_tried_here():
+    assert {*SEED_SETS, "conversation", "sharegpt"} == set(KINDS)  # of chats, test_corpus_build_output.py has more
     assert [kind for kind in KINDS if f"`{kind}`" not in GUIDE] == []
 
 
-@pytest.mark.parametrize("field", FIELD_NAMES)
-def test_names_under_which_fields_are_recognised(field):
-    assert f"| `{field}` | {FIELD_NAMES[field].replace(' ', ', ')} |" in GUIDE
+def test_names_under_which_fields_are_recognised():
+    for field, names in FIELD_NAMES.items():
+        assert f"| `{field}` | {names.replace(' ', ', ')} |" in GUIDE
 
 
 def test_every_option_is_a_flag_with_help_or_explained():

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus.corpus_helpers import HERE, plain_options, tree
+from tests.corpus.corpus_helpers import HERE, both, plain_options, tree
 from tests.corpus.readers.reader_samples import PACKS
-from zero2all.cli import main
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import corpus_sources, iter_records
-from zero2all.corpus import BuildOptions, Source, build_corpus, segment_writer, summary_notes
+from zero2all.corpus import BuildOptions, Source, build_corpus, summary_notes
 from zero2all.corpus import finish as finish_module
 from zero2all.corpus.channels import channels_of
 from zero2all.corpus.listing import list_files
@@ -46,9 +45,6 @@ CODE = ("let value = other(value);\n" * 8 + "// 值\n") * 12
 """In the middle of a page, far more than the words around it."""
 
 
-# ---- one document ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("title", "text", "channel"),
     [
@@ -71,9 +67,6 @@ def test_a_document_has_the_channel_of_its_own_text(title, text, channel):
     assert channels_of([title], [text]) == [channel]
 
 
-# ---- a source -------------------------------------------------------------------------------------------------
-
-
 def test_members_behind_the_first_one_of_an_archive_count_and_lists_of_lines_do(tmp_path, write_lines):
     members = {"README.md": english(0).encode() * 9, **{f"t/{n:03d}.txt": han(n).encode() for n in range(300)}}
     for name in (".zip", ".tar.gz"):
@@ -83,7 +76,7 @@ def test_members_behind_the_first_one_of_an_archive_count_and_lists_of_lines_do(
     assert guess(write_lines("a.jsonl", rows))[0] == "zh"
 
 
-def test_samples_come_from_all_over_a_file_and_are_hundreds(tmp_path, write_lines):
+def test_samples_come_from_all_over_a_file_and_are_hundreds(write_lines):
     rows = [{"text": english(n)} for n in range(600)] + [{"text": han(n)} for n in range(1400)]
     channel, reason = guess(write_lines("a.jsonl", rows))
     assert channel == "zh"
@@ -91,9 +84,6 @@ def test_samples_come_from_all_over_a_file_and_are_hundreds(tmp_path, write_line
     many = write_lines("many.jsonl", [{"text": english(number)} for number in range(500)] * 70)
     assert many.stat().st_size > 9_000_000
     assert int(re.search(r"sampled documents: (\d+);", guess(many)[1])[1]) >= 200
-
-
-# ---- auto -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -111,41 +101,38 @@ def mixed(tmp_path) -> Path:
 def test_auto_makes_a_source_of_each_channel(tmp_path, mixed):
     corpus = tmp_path / "corpus"
     report = build_corpus(corpus, [Source("mix", mixed, "auto")], plain_options(), HERE)
-    assert {name: source["records_in"] for name, source in report["sources"].items()} == {
-        "mix-code": 1,
-        "mix-en": 200,
-        "mix-zh": 402,  # with the text without letters and the damaged line, which belong to no channel
-    }
+    counts = {"mix-code": 1, "mix-en": 200, "mix-zh": 402}  # what belongs to no channel, too: digits and damage
+    assert {name: source["records_in"] for name, source in report["sources"].items()} == counts
     channels = {name: manifest["channel"] for name, manifest in corpus_sources(corpus).items()}
     assert channels == {"mix-code": "code", "mix-en": "en", "mix-zh": "zh"}
     assert report["sources"]["mix-zh"]["quarantined"] == 1
     assert report["sources"]["mix-zh"]["skipped_files"] == {"binary": 1}
     assert not report["sources"]["mix-en"]["skipped_files"], "counted once"
     for name in report["sources"]:
-        records = [record for split in ("train", "valid") for record in iter_records(corpus, name, split)]
+        records = both(corpus, name)
         assert {record["data_src"] for record in records} == {name}
         assert len({record["gid"] for record in records}) == len(records)
     english_only = "".join(record["content"] for record in iter_records(corpus, "mix-en", "train"))
     assert not re.search(r"[\u4e00-\u9fff]", english_only)
-    assert [note for note in summary_notes(report) if "fields guessed" in note] == [
-        "mix: fields guessed: content from 'text'; all other fields are kept under 'others'"
-    ]
+    (note,) = (note for note in summary_notes(report) if "fields guessed" in note)
+    assert note.startswith("mix: fields guessed: content from 'text'; all other fields")
     with pytest.raises(UsageError, match=r"mix-zh is also the name of a part"):
         build_corpus(corpus, [Source("mix", mixed, "auto"), Source("mix-zh", mixed)], plain_options())
 
 
 def test_auto_built_again_does_nothing_and_in_pieces_writes_the_same(tmp_path, mixed, monkeypatch):
-    monkeypatch.setattr(segment_writer, "SEGMENT_ITEMS", 150)
-    monkeypatch.setattr(segment_writer, "BATCH_RECORDS", 40)
-    source = Source("mix", mixed, "auto")
-    build_corpus(tmp_path / "whole", [source], plain_options(), HERE)
-    before = tree(tmp_path / "whole")
+    monkeypatch.setattr("zero2all.corpus.segment_writer.SEGMENT_ITEMS", 150)
+    monkeypatch.setattr("zero2all.corpus.segment_writer.BATCH_RECORDS", 40)
+
+    def build(folder):
+        build_corpus(tmp_path / folder, [Source("mix", mixed, "auto")], plain_options(), HERE)
+        return tree(tmp_path / folder)
+
+    before = build("whole")
     with monkeypatch.context() as patch:
         patch.setattr("zero2all.corpus.build.ingest_unit", None)
-        build_corpus(tmp_path / "whole", [source], plain_options(), HERE)
-    assert tree(tmp_path / "whole") == before
-    written = finish_module.write_shard
-    calls = []
+        assert build("whole") == before
+    written, calls = finish_module.write_shard, []
 
     def fail_at_the_second(*arguments):
         calls.append(1)
@@ -156,12 +143,8 @@ def test_auto_built_again_does_nothing_and_in_pieces_writes_the_same(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(finish_module, "write_shard", fail_at_the_second)
         with pytest.raises(KeyboardInterrupt):
-            build_corpus(tmp_path / "pieces", [source], plain_options(), HERE)
-    build_corpus(tmp_path / "pieces", [source], plain_options(), HERE)
-    assert tree(tmp_path / "pieces") == before
-
-
-# ---- rules that drop much -------------------------------------------------------------------------------------
+            build("pieces")
+    assert build("pieces") == before
 
 
 def test_a_rule_that_drops_a_fifth_under_a_guess_stops_the_build(tmp_path, write_lines, monkeypatch):
@@ -206,27 +189,6 @@ def test_a_wrong_channel_named_by_hand_is_named_with_samples(tmp_path, write_lin
         assert part in message
     assert "quarantine" not in message
     assert (dropped / "wrong_script.jsonl").is_file()
-
-
-# ---- from the command line ------------------------------------------------------------------------------------
-
-
-def test_poems_behind_english_words_are_built_and_a_wrong_guess_ends_with_code_3(tmp_path, capsys):
-    rows = [{"title": f"poem number {n}", "content": [f"{han(n)[:50]}。"] * 2} for n in range(60)]
-    rows += [{"title": f"p {n}", "content": english(n)} for n in range(40)]
-    with gzip.open(tmp_path / "poems.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    options = ["--work", str(tmp_path / "work"), "--workers", "1"]
-    options += ["--options.rules", "none", "--clean.wrong_script.on", "true", "--dedup.near", "off"]
-    assert main(["corpus", "build", *options, f"p={tmp_path}/poems.jsonl.gz"]) == 3
-    said = capsys.readouterr().err
-    assert "--accept-drops" in said
-    assert "Traceback" not in said
-    assert main(["corpus", "build", *options, f"p={tmp_path}/poems.jsonl.gz:AUTO"]) == 0
-    said = capsys.readouterr().out
-    assert "p-zh" in said
-    assert "p-en" in said
-    assert sorted(corpus_sources(tmp_path / "work/corpus")) == ["p-en", "p-zh"]
 
 
 def test_damage_of_an_auto_source_is_told_in_words_as_that_of_any_other(tmp_path):

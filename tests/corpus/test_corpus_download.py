@@ -1,11 +1,9 @@
 """Downloads, against a small hub on this machine that drops connections, lies, limits and forgets."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +16,7 @@ import pytest
 
 from tests.corpus.corpus_helpers import tree
 from tests.corpus.hub_server import HubServer, hub_alone
-from zero2all.cli import main
+from tests.waiting import wait_until
 from zero2all.common.errors import BadInputError, DiskError, RunLockedError, UsageError, UserError
 from zero2all.corpus.download import fetch as download_module
 from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult, download
@@ -26,16 +24,9 @@ from zero2all.corpus.listing import list_files
 
 KB = 1000
 REPO = "me/texts"
-
-
 noise = [random.Random(seed).randbytes(800 * KB) for seed in range(6)]
-FILES = {
-    "README.md": "# 一些文字\n".encode(),
-    "empty.txt": b"",
-    "zh/part 1.parquet": noise[1][: 300 * KB],
-    "zh/part-2.parquet": noise[2][: 200 * KB],
-    "en/part-1.parquet": noise[3][: 100 * KB],
-}
+FILES = {"README.md": "# 一些文字\n".encode(), "empty.txt": b"", "zh/part 1.parquet": noise[1][: 300 * KB]}
+FILES |= {"zh/part-2.parquet": noise[2][: 200 * KB], "en/part-1.parquet": noise[3][: 100 * KB]}
 BIG = "zh/part 1.parquet"
 
 
@@ -53,7 +44,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def said() -> list[str]:
-    """What the last downloads announced."""
     return []
 
 
@@ -79,9 +69,6 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def manifest(folder: Path) -> dict[str, Any]:
     return json.loads((folder / ".download/download.json").read_bytes())
-
-
-# ---- what arrives ----------------------------------------------------------------------------------------------
 
 
 def test_every_file_arrives_and_the_manifest_says_what_it_is(fetch, hub, folder, said, monkeypatch):
@@ -110,19 +97,14 @@ def test_patterns_choose_the_files_and_models_come_from_their_own_addresses(fetc
     assert content(tmp_path / "model") == {"config.json": b"{}"}
 
 
-def test_a_dry_run_lists_and_touches_nothing(fetch, hub, folder, capsys):
-    result = fetch(dry_run=True, include=("zh/*",))
-    assert [file.name for file in result.missing] == [BIG, "zh/part-2.parquet"]
-    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--out", str(folder)]
-    assert main([*words, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+def test_a_dry_run_lists_and_touches_nothing(hub, folder, z2a):
+    words = ["corpus", "download", REPO, "--include", "zh/*", "--endpoint", hub.endpoint, "--out", folder]
+    out = z2a.done(*words, "--dry-run")
+    assert "part-1.parquet" not in out
     assert "zh/part-2.parquet" in out
     assert "would fetch 2 files, 500.0 KB" in out
     assert not folder.exists()
     assert hub.content_bytes_sent == 0
-
-
-# ---- doing it again --------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_costs_only_the_listing_and_what_was_removed_or_changed(fetch, hub, folder, said):
@@ -134,8 +116,7 @@ def test_a_second_run_costs_only_the_listing_and_what_was_removed_or_changed(fet
     assert tree(folder) == before
     (folder / BIG).unlink()
     fetch()
-    assert content(folder) == FILES
-    assert files_asked(hub) == [BIG]
+    assert (content(folder), files_asked(hub)) == (FILES, [BIG])
     assert any("changed or removed since" in line for line in said)
     (folder / BIG).write_bytes(bytes(300 * KB))
     assert fetch().missing == [], "its size is the same"
@@ -157,32 +138,13 @@ def test_files_copied_here_by_hand_are_known_by_their_checksum_and_others_not_ov
     assert not hub.asked(BIG)
 
 
-# ---- lost connections ------------------------------------------------------------------------------------------
-
-
 def test_a_dropped_connection_is_taken_up_in_the_middle_of_the_file(fetch, hub, folder):
     hub.drop_after[BIG] = [100 * KB, 50 * KB, 0, 60 * KB]
     result = fetch(retries=2)  # in a row, and each connection but one brings something
-    assert content(folder) == FILES
-    assert result.interruptions == 4
-    assert [request.range for request in hub.asked(BIG)] == [
-        None,
-        *(f"bytes={start * KB}-{300 * KB - 1}" for start in (100, 150, 150, 210)),
-    ]
+    assert (content(folder), result.interruptions) == (FILES, 4)
+    resumed = [f"bytes={start * KB}-{300 * KB - 1}" for start in (100, 150, 150, 210)]
+    assert [request.range for request in hub.asked(BIG)] == [None, *resumed]
     assert hub.content_bytes_sent == sum(map(len, FILES.values()))
-
-
-def test_a_hub_that_brings_nothing_is_given_up_and_what_came_before_is_kept(fetch, hub, folder):
-    hub.drop_after[BIG] = [100 * KB] + [0] * 10
-    with pytest.raises(UserError, match=r"3 tries in a row brought nothing new.*run the same command again"):
-        fetch(retries=2)
-    assert not (folder / BIG).exists()
-    assert not (folder / ".download/download.json").exists()
-    hub.drop_after.clear()
-    hub.requests.clear()
-    fetch()
-    assert content(folder) == FILES
-    assert hub.asked(BIG)[0].range == f"bytes={100 * KB}-{300 * KB - 1}"
 
 
 def test_files_on_another_host_are_resumed_there_and_the_token_is_not_handed_on(fetch, hub, folder, monkeypatch):
@@ -197,10 +159,9 @@ def test_files_on_another_host_are_resumed_there_and_the_token_is_not_handed_on(
 
 
 def test_a_hub_that_falls_silent_is_asked_again(fetch, hub, folder, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 2.0)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     hub.silent_after[BIG] = 100 * KB
-    assert fetch().interruptions == 1
-    assert content(folder) == FILES
+    assert (fetch().interruptions, content(folder)) == (1, FILES)
     assert hub.asked(BIG)[1].range == f"bytes={100 * KB}-{300 * KB - 1}"
 
 
@@ -213,14 +174,8 @@ def test_a_server_without_ranges_starts_the_file_again_and_says_so(fetch, hub, f
     assert [request.bytes_sent for request in hub.asked(BIG)] == [100 * KB, 300 * KB]
 
 
-def test_passing_errors_of_the_server_are_waited_out(fetch, hub, folder):
-    hub.statuses = {"api": [(503, {}), (502, {})], BIG: [(500, {}), (504, {})]}
-    fetch()
-    assert content(folder) == FILES
-
-
-def test_retry_after_is_honoured_by_all_connections_and_hours_are_left_to_the_person(fetch, hub, folder, said):
-    hub.statuses[BIG] = [(429, {"Retry-After": "1"})]
+def test_passing_errors_are_waited_out_as_long_as_the_hub_asks_but_for_hours(fetch, hub, folder, said):
+    hub.statuses = {"api": [(503, {}), (502, {})], BIG: [(500, {}), (504, {}), (429, {"Retry-After": "1"})]}
     started = time.monotonic()
     fetch()
     assert time.monotonic() - started >= 1
@@ -231,15 +186,11 @@ def test_retry_after_is_honoured_by_all_connections_and_hours_are_left_to_the_pe
         fetch()
 
 
-# ---- checksums -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["README.md", BIG])
 def test_a_wrong_checksum_is_mended_by_fetching_once_more(fetch, hub, folder, said, name):
     hub.corrupt[name] = 1
     fetch()
-    assert content(folder) == FILES
-    assert len(hub.asked(name)) == 2
+    assert (content(folder), len(hub.asked(name))) == (FILES, 2)
     assert any(f"{name}: wrong checksum" in line for line in said)
 
 
@@ -257,22 +208,22 @@ def test_a_file_that_stays_wrong_is_an_error_and_not_left_under_its_name(fetch, 
         fetch()
     hub.requests.clear()
     fetch()
-    assert content(folder) == FILES
-    assert files_asked(hub) == [BIG]
+    assert (content(folder), files_asked(hub)) == (FILES, [BIG])
 
 
-# ---- one commit ------------------------------------------------------------------------------------------------
-
-
-def test_a_resumed_download_stays_with_its_commit_when_main_moves(fetch, hub, folder, said):
+def test_a_hub_that_brings_nothing_is_given_up_and_a_resumed_download_stays_with_its_commit(fetch, hub, folder, said):
     old = hub.repos[REPO].head
-    hub.drop_after[BIG] = [100 * KB] + [0] * 9
-    with pytest.raises(UserError):
-        fetch(retries=1, connections=1)
+    hub.drop_after[BIG] = [100 * KB] + [0] * 10
+    with pytest.raises(UserError, match=r"3 tries in a row brought nothing new.*run the same command again"):
+        fetch(retries=2)
+    assert not (folder / BIG).exists()
+    assert not (folder / ".download/download.json").exists()
     hub.drop_after.clear()
+    hub.requests.clear()
     new = hub.put(REPO, {name: data + b"new" for name, data in FILES.items()})
     assert fetch().commit == old
     assert content(folder) == FILES
+    assert hub.asked(BIG)[0].range == f"bytes={100 * KB}-{300 * KB - 1}"
     assert any(f"main has moved from {old[:12]} to {new[:12]}" in line for line in said)
 
 
@@ -284,8 +235,7 @@ def test_update_replaces_what_changed_and_keeps_the_rest(fetch, hub, folder):
     assert fetch().missing == []
     hub.requests.clear()
     fetch(update=True)
-    assert content(folder) == newer
-    assert manifest(folder)["commit"] == new
+    assert (content(folder), manifest(folder)["commit"]) == (newer, new)
     assert set(files_asked(hub)) == {"README.md", "new.txt"}
 
 
@@ -300,20 +250,13 @@ def test_another_revision_or_repo_is_not_mixed_into_a_folder(fetch, hub):
     assert fetch(revision=first).missing == []
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("asked", "error", "words"),
     [
         ({"repo": "me/nothing"}, BadInputError, r"has no dataset me/nothing.*--type model"),
         ({"revision": "v9"}, BadInputError, r"has no such revision.*--revision"),
         ({"repo": "a/b/c"}, UsageError, r"is not a valid repo name"),
-        (
-            {"endpoint": "http://127.0.0.1:9", "retries": 1},
-            UserError,
-            r"connection to http://127\.0\.0\.1:9 failed.*--endpoint",
-        ),
+        ({"endpoint": "http://127.0.0.1:9", "retries": 1}, UserError, r"to http://127\.0\.0\.1:9 failed.*--endpoint"),
         ({"endpoint": "mirror.example"}, UsageError, "is not an address"),
     ],
 )
@@ -341,9 +284,8 @@ def test_a_gated_repo_asks_for_a_token_which_a_mirror_gets_only_by_name(fetch, h
 def test_patterns_that_match_nothing_show_what_there_is(fetch):
     with pytest.raises(UsageError) as error:
         fetch(include=("fr/*",), exclude=("*.md",))
-    assert "matches --include fr/* --exclude *.md" in str(error.value)
-    assert "zh/ (2 files, 500.0 KB)" in str(error.value)
-    assert "README.md" in str(error.value)
+    for said in ("matches --include fr/* --exclude *.md", "zh/ (2 files, 500.0 KB)", "README.md"):
+        assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +301,7 @@ def test_names_that_lead_outside_the_folder_are_refused(fetch, hub, folder, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"raw"}
 
 
-def test_a_disk_without_the_room_is_refused_before_anything_is_fetched(fetch, hub, folder, monkeypatch):
+def test_a_disk_without_the_room_is_refused_before_anything_is_fetched(fetch, hub, monkeypatch):
     small = shutil.disk_usage("/")._replace(free=500 * KB)
     monkeypatch.setattr(download_module.shutil, "disk_usage", lambda _: small)
     with pytest.raises(DiskError, match=r"600\.0 KB are left to download, 500\.0 KB are free.*--out"):
@@ -368,7 +310,7 @@ def test_a_disk_without_the_room_is_refused_before_anything_is_fetched(fetch, hu
     fetch(include=("en/*",))
 
 
-@pytest.mark.parametrize("size", [-1, 10**17, 10**30, "5", None, True, 1.5, [], {"a": 1}])
+@pytest.mark.parametrize("size", [-1, 10**17, "5", None, True, 1.5])
 def test_a_size_that_cannot_be_is_a_wrong_answer(fetch, hub, folder, size):
     hub.stated_sizes[BIG] = size
     with pytest.raises(UserError, match=r"does not answer like a Hugging Face hub \(ValueError: zh/part 1"):
@@ -389,8 +331,7 @@ def test_two_downloads_into_one_folder_are_kept_apart(fetch, hub, folder):
     hub.may_send.clear()
     first = threading.Thread(target=fetch, kwargs={"include": (BIG,)})
     first.start()
-    while not hub.asked(BIG):
-        time.sleep(0.01)
+    wait_until(lambda: hub.asked(BIG))
     with pytest.raises(RunLockedError, match="Another process is downloading"):
         fetch()
     hub.may_send.set()
@@ -398,25 +339,7 @@ def test_two_downloads_into_one_folder_are_kept_apart(fetch, hub, folder):
     assert content(folder) == {BIG: FILES[BIG]}
 
 
-# ---- the command -----------------------------------------------------------------------------------------------
-
-
-def start_z2a(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "zero2all", "corpus", "download", *map(str, words)]
-    environment = {**os.environ, **variables}
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        # Where the tests themselves run in the background, Ctrl-C may be switched off, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-
-
 def arrived(folder: Path) -> list[int]:
-    """Bytes on disk of each file under way."""
     counts = []
     for path in (folder / ".download").glob("*.part"):
         with suppress(FileNotFoundError):  # it is whole now
@@ -424,24 +347,21 @@ def arrived(folder: Path) -> list[int]:
     return counts
 
 
-def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys):
+def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, start, z2a):
     files = {"a.bin": noise[4], "b.bin": noise[5], "c.txt": b"small"}
     hub.put("me/large", files)
     hub.seconds_per_chunk = 0.05
-    words = ["me/large", "--out", folder, "--endpoint", hub.endpoint, "--connections", "3"]
-    victim = start_z2a(*words)
-    while len(counts := arrived(folder)) != 2 or min(counts) < 200 * KB or not (folder / "c.txt").exists():
-        assert victim.poll() is None, victim.communicate()
-        time.sleep(0.01)
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
+    words = ["corpus", "download", "me/large", "--out", folder, "--endpoint", hub.endpoint, "--connections", "3"]
+    victim = start(*words)
+    victim.wait_until(lambda: len(arrived(folder)) == 2 and min(arrived(folder), default=0) >= 200 * KB)
+    victim.wait_until((folder / "c.txt").exists)
+    victim.signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
     assert content(folder).keys() == {"c.txt"}
-
     hub.seconds_per_chunk = 0.0
     hub.requests.clear()
-    again = start_z2a(*words)
-    out, err = again.communicate()
-    assert again.returncode == 0, err
+    again = z2a(*words)
+    assert again.code == 0, again.err
     assert content(folder) == files
     for name in ("a.bin", "b.bin"):
         (request,) = hub.asked(name)
@@ -449,32 +369,25 @@ def test_a_killed_command_goes_on_in_the_middle_of_its_files(hub, folder, capsys
         assert position >= 200 * KB  # what came later than our last look is kept as well
         assert request.bytes_sent == 800 * KB - position
     assert not hub.asked("c.txt")
-    assert "continuing:" in err
-    assert "3 files, 1.6 MB" in out
-
-    assert main(["corpus", "download", *map(str, words)]) == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "continuing:" in again.err
+    assert "3 files, 1.6 MB" in again.out
+    assert "nothing to do" in z2a.done(*words)
 
 
-def test_an_interrupted_command_ends_at_once_and_says_how_to_go_on(hub, folder):
+def test_an_interrupted_command_ends_at_once_and_says_how_to_go_on(hub, folder, start):
     hub.may_send.clear()
-    process = start_z2a(REPO, "--out", folder, "--endpoint", hub.endpoint)
-    while not hub.asked(BIG):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=300)  # and the hub has sent nothing
+    program = start("corpus", "download", REPO, "--out", folder, "--endpoint", hub.endpoint)
+    program.wait_until(lambda: bool(hub.asked(BIG)))
+    program.signal(signal.SIGINT)
+    assert program.wait() == 130, "and the hub has sent nothing"
     hub.may_send.set()
-    assert process.returncode == 130
-    assert "run the same command again to continue" in err
+    assert "run the same command again to continue" in program.text()
 
 
-def test_offline_mode_and_a_missing_library_are_told(hub, folder, monkeypatch, capsys):
-    words = ["corpus", "download", REPO, "--out", str(folder), "--endpoint", hub.endpoint]
+def test_offline_mode_and_a_missing_library_are_told(hub, folder, monkeypatch, z2a):
+    words = ["corpus", "download", REPO, "--out", folder, "--endpoint", hub.endpoint]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(words) == 3
-    assert "Offline mode is on" in capsys.readouterr().err
+    assert "Offline mode is on" in z2a.refused(3, *words)
     assert not hub.requests
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert main(words) == 3
-    assert "pip install 'huggingface_hub" in capsys.readouterr().err
+    assert "pip install 'huggingface_hub" in z2a.refused(3, *words)

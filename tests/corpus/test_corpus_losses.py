@@ -27,12 +27,8 @@ def lines(count: int, seed: int = 0) -> bytes:
 
 
 def damaged(data: bytes) -> bytes:
-    """Forty wrong bytes after the first fifth."""
     at = len(data) // 5
     return data[:at] + bytes(40) + data[at + 40 :]
-
-
-# ---- how much is lost -----------------------------------------------------------------------------------------
 
 
 def test_what_lies_behind_damage_in_a_compressed_stream_counts_as_lost(tmp_path, build, quarantined):
@@ -57,17 +53,11 @@ def test_what_a_tar_loses_behind_a_damaged_header_counts_as_lost(tmp_path, build
         assert build(tmp_path / name, max_damaged_share=1)["records_kept"] == 600
 
 
-# ---- files that cannot be opened ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("unit_bytes", [1_000_000, 20_000], ids=["small file", "large file"])
-def test_unreadable_file_stops_the_build_and_is_tried_again(
-    tmp_path, build, kept, quarantined, monkeypatch, unit_bytes
-):
+@pytest.mark.parametrize("unit", [1_000_000, 20_000], ids=["small file", "large file"])
+def test_unreadable_file_stops_the_build_and_is_tried_again(tmp_path, build, kept, quarantined, monkeypatch, unit):
+    (tmp_path / "raw").mkdir()
     for name in "abc":
-        path = tmp_path / f"raw/{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(lines(1000, ord(name)))
+        (tmp_path / f"raw/{name}.jsonl").write_bytes(lines(1000, ord(name)))
     opened = plan_module.open_input
 
     def refuse(file):
@@ -78,9 +68,9 @@ def test_unreadable_file_stops_the_build_and_is_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(plan_module, "open_input", refuse)
         with pytest.raises(BadInputError, match=r"1 of 2,001 records.*\(33\.\d+%.*unreadable \(first in b.jsonl"):
-            build(tmp_path / "raw", unit_bytes=unit_bytes)
+            build(tmp_path / "raw", unit_bytes=unit)
         assert [(line["file"], line["reason"]) for line in quarantined()] == [("b.jsonl", "unreadable")]
-    report = build(tmp_path / "raw", unit_bytes=unit_bytes)
+    report = build(tmp_path / "raw", unit_bytes=unit)
     assert (report["records_kept"], report["quarantined"]) == (3000, 0), "it can be read now, and nothing else changed"
     assert [record["id"] for record in kept()] == list(range(3000))
 
@@ -95,18 +85,14 @@ def test_full_disk_of_temporary_files_is_no_damage_of_the_input(tmp_path, build,
     assert build(tmp_path / "a.parquet.gz")["records_kept"] == 1000
 
 
-def test_file_names_that_are_not_utf8_are_read_and_named(tmp_path, build, quarantined, kept):
-    folder = tmp_path / "raw"
-    folder.mkdir()
+def test_file_names_that_are_not_utf8_are_read_and_named(tmp_path, build, quarantined):
+    (folder := tmp_path / "raw").mkdir()
     try:
         (folder / os.fsdecode(b"\xff\xfe.jsonl")).write_bytes(lines(300) + b"{bad\n")
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     assert build(folder)["records_kept"] == 300
     assert quarantined()[0]["file"] == r"\xff\xfe.jsonl"
-
-
-# ---- what stays behind ----------------------------------------------------------------------------------------
 
 
 def test_leftover_of_a_killed_writer_does_not_get_into_the_corpus(tmp_path, build, monkeypatch):
@@ -126,8 +112,7 @@ def test_leftover_of_a_killed_writer_does_not_get_into_the_corpus(tmp_path, buil
 
 def test_kept_build_gives_its_clusters_to_every_format(tmp_path, build):
     (tmp_path / "a.jsonl").write_bytes(lines(100) + lines(100))
-    clusters = []
-    sources = [Source("a", tmp_path / "a.jsonl", "en")]
+    clusters, sources = [], [Source("a", tmp_path / "a.jsonl", "en")]
     for shard_format in ("jsonl", "parquet", "jsonl"):
         build_corpus(tmp_path / "corpus", sources, plain_options(format=shard_format), HERE, keep_build=True)
         clusters.append((tmp_path / "corpus/clusters.jsonl").read_bytes())
@@ -136,9 +121,6 @@ def test_kept_build_gives_its_clusters_to_every_format(tmp_path, build):
     write_json(tmp_path / "corpus/sources.json", {"one": 0, "two": 0})
     with pytest.raises(BadInputError, match="a number of its own"):
         build(tmp_path / "a.jsonl")
-
-
-# ---- what is read although something is wrong with it ---------------------------------------------------------
 
 
 def test_text_named_json_and_bad_bytes_are_read_counted_and_said(tmp_path, build, kept):
@@ -158,9 +140,6 @@ def test_text_named_json_and_bad_bytes_are_read_counted_and_said(tmp_path, build
     assert kept()[2]["content"].endswith("\ufffd")
 
 
-# ---- secrets ------------------------------------------------------------------------------------------------
-
-
 # Made up for this test.
 SECRETS = ("11010519491231002X", "13800138000", "AKIA" + "QEXAMPLEABCDEFGH", "someone@mail.example.com")
 SECRET = f"see {' and '.join(SECRETS)} here"
@@ -171,11 +150,8 @@ PROSE = "It was the best of times, and it was the worst of times, as everybody i
 def test_no_field_sample_or_list_shows_a_secret(tmp_path: Path) -> None:
     record = {"title": SECRET, "category": SECRET, "desc": SECRET, "phone": 13800138000, SECRETS[1]: [{"deep": SECRET}]}
     rows = [json.dumps({**record, "text": f"{n} {PROSE * 3} {n} {SECRET}"}) for n in range(30)]
-    rows.append(rows[7])  # a duplicate
-    rows.append(json.dumps({**record, "text": f"short {SECRET}"}))
-    rows.append(json.dumps({**record, "text": {"not": SECRET}}))
-    rows.append('{"text": "cut off ' + SECRET)
-    rows.append('{"text": "' + "x " * 93 + SECRETS[1] + " the excerpt of this ends inside the number")
+    rows += [rows[7], *(json.dumps({**record, "text": text}) for text in (f"short {SECRET}", {"not": SECRET}))]
+    rows += ['{"text": "cut off ' + SECRET, '{"text": "' + "x " * 93 + SECRETS[1] + " the excerpt ends in the number"]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     clean = {"mask": MASKS, "too_short": {"on": True, "min_chars": 150}}
     options = plain_options(max_damaged_share=0.5, clean=clean)

@@ -1,4 +1,4 @@
-"""report.html: the report as a page, read by a parser and, where there is one, by a real browser."""
+"""report.html: the report as a page, read by a parser."""
 
 import random
 import re
@@ -11,7 +11,6 @@ from zero2all.corpus import Source, build_corpus
 from zero2all.corpus.report import check_identity
 from zero2all.corpus.report_html import length_plot, report_html
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 HOSTILE = '</pre></details><script>document.title="owned"</script><img src=x onerror="document.title=1">'
 VOID = {"meta", "line"}
 
@@ -48,14 +47,23 @@ def text_of(seed: int) -> str:
     return f"{seed} {' '.join(words)}"
 
 
-@pytest.fixture
-def hostile(tmp_path, write_lines):
-    """A corpus whose texts, titles, damaged lines and rule names do their worst."""
+def test_page_stands_alone_and_escapes_what_it_shows(tmp_path, write_lines):
+    """Of a corpus whose texts, titles and damaged lines do their worst."""
     rows = [{"title": HOSTILE, "text": f"{HOSTILE} {text_of(n)}"} for n in range(40)]
     dropped = [{"text": f"{HOSTILE}{n}"} for n in range(3)]
     path = write_lines("a.jsonl", [{"text": "中文的内容。" * 40}, *rows, *dropped, b"{bad <b>"])
     options = plain_options(max_damaged_share=0.1, min_chars=120)
-    return build_corpus(tmp_path / "corpus", [Source("小说", path)], options, HERE), tmp_path / "corpus/report.html"
+    build_corpus(tmp_path / "corpus", [Source("小说", path)], options, HERE)
+    page = (tmp_path / "corpus/report.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;document.title" in page
+    found = Page(page)
+    assert not {"script", "img", "link", "iframe"} & set(found.tags)
+    assert not [name for name, _ in found.attributes if name.startswith("on") or name == "src"]
+    assert all(value.startswith("#") for name, value in found.attributes if name == "href")
+    assert not re.search(r"https?://|@import|url\(", page)
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
+    assert "中文的内容。" in found.words
+    assert "invalid_json" in found.words
 
 
 def source_report(**changes):
@@ -79,31 +87,13 @@ def whole_report(sources):
     names = ("records_in", "records_kept", "quarantined", "bytes_in", "bytes_kept", "train_records", "valid_records")
     totals = {name: sum(source[name] for source in sources.values()) for name in names}
     dropped = {rule: count for source in sources.values() for rule, count in source["dropped"].items()}
-    return {
-        "inputs": "0123456789abcdef",
-        "options": {"format": "jsonl", "clean": {}, "dedup": {"near": "off"}},
-        "notes": ["near duplicates were not looked for"],
-        "totals": {**totals, "dropped": dropped},
-        "sources": sources,
-    }
-
-
-def test_page_stands_alone_and_escapes_what_it_shows(hostile):
-    page = hostile[1].read_text(encoding="utf-8")
-    assert "&lt;script&gt;document.title" in page
-    found = Page(page)
-    assert not {"script", "img", "link", "iframe"} & set(found.tags)
-    assert not [name for name, _ in found.attributes if name.startswith("on") or name == "src"]
-    assert all(value.startswith("#") for name, value in found.attributes if name == "href")
-    assert not re.search(r"https?://|@import|url\(", page)
-    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
-    assert "中文的内容。" in found.words
-    assert "invalid_json" in found.words
+    report = {"inputs": "0123456789abcdef", "options": {"format": "jsonl", "clean": {}, "dedup": {"near": "off"}}}
+    report |= {"notes": ["near duplicates were not looked for"], "totals": {**totals, "dropped": dropped}}
+    return {**report, "sources": sources}
 
 
 def test_page_shows_both_identities_in_figures_and_says_so_when_a_sum_is_wrong():
-    report = whole_report({"a": source_report(), "b": source_report()})
-    words = Page(report_html(report)).words
+    words = Page(report_html(whole_report({"a": source_report(), "b": source_report()}))).words
     assert "20 in = 14 kept + 4 dropped + 2 quarantined ✓ adds up" in words
     assert "1,920 in = 1,400 kept + 400 dropped + 20 quarantined + 100 repaired ✓ adds up" in words
     report = whole_report({"a": source_report()})
@@ -113,12 +103,9 @@ def test_page_shows_both_identities_in_figures_and_says_so_when_a_sum_is_wrong()
 
 def test_page_follows_the_language(monkeypatch):
     monkeypatch.setenv("Z2A_LANG", "zh")
-    facts = {
-        "channel_reason": "sampled documents: 9; 100% en",
-        "examples": {"kept": [], "dropped": {}},
-        "reading_notes": ["a.tar: a tar is read by one worker; resuming skips what was read"],
-        "replaced": {"characters": 2, "records": 1},
-    }
+    facts = {"channel_reason": "sampled documents: 9; 100% en", "examples": {"kept": [], "dropped": {}}}
+    facts["reading_notes"] = ["a.tar: a tar is read by one worker; resuming skips what was read"]
+    facts["replaced"] = {"characters": 2, "records": 1}
     report = whole_report({"a": source_report(**facts), "b": source_report(**facts)})
     report["notes"] = ["near duplicates were not looked for: train may hold slightly changed copies of valid records"]
     page = Page(report_html(report))
@@ -130,27 +117,21 @@ def test_page_follows_the_language(monkeypatch):
 
 def test_page_has_everything_the_report_says_of_a_source():
     words = Page(report_html(whole_report({"a": source_report()}))).words
-    for fact in (
+    facts = [
         "3 files (1 csv, 2 text), 5.0 KB on disk",
         "2 binary",
         "en (guessed: why)",
         "content from 'text' (guessed)",
-        "7 of 10 records, 100 B of text each on average",
-        "3 emails",
-        "gzip cannot be split",
-        "Too large a share of digits",
-        "corpus/quarantine/a.jsonl",
-        "near duplicates were not looked for",
-        "0123456789abcdef",
-        "dedup.near",
-    ):
+    ]
+    facts += ["7 of 10 records, 100 B of text each on average", "3 emails", "gzip cannot be split", "dedup.near"]
+    facts += ["Too large a share of digits", "corpus/quarantine/a.jsonl", "near duplicates were not looked for"]
+    for fact in (*facts, "0123456789abcdef"):
         assert fact in words, fact
 
 
-@pytest.mark.parametrize("count", [1, 2, 12])
+@pytest.mark.parametrize("count", [1, 2])
 def test_page_is_whole_for_any_number_of_sources(count):
-    sources = {f'<{number}>&"': source_report(channel="<b>") for number in range(count)}
-    page = report_html(whole_report(sources))
+    page = report_html(whole_report({f'<{number}>&"': source_report(channel="<b>") for number in range(count)}))
     found = Page(page)
     assert found.tags.count("svg") == count
     assert '<0>&"' in found.words, "names and channels are text, not tags"

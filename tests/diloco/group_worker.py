@@ -4,13 +4,10 @@ Its outer state is a hash of all payloads that were ever used, so two groups hav
 same payloads in the same order. The log has a line per round: round, set, state.
 """
 
-import gc
 import hashlib
 import json
-import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from zero2all.common.progress import show_log
@@ -30,13 +27,11 @@ def expected(payload_bytes: int = PAYLOAD_BYTES) -> Expected:
 
 
 def membership(config: DilocoConfig, **fields) -> Membership:
-    """What a group of a test joins with."""
     usual = {"run": "test", "facts": FACTS, "secret": SECRET, "expected": expected(), "join_seconds": 60.0}
     return Membership(config, **{**usual, **fields})
 
 
 def payload_of(group: int, number: int, length: int = PAYLOAD_BYTES) -> bytes:
-    """Of a group in a round, or in a fragment of it."""
     return hashlib.shake_128(f"{group} {number}".encode()).digest(length)
 
 
@@ -71,20 +66,7 @@ def do_rounds(link: GroupLink, log, rounds, state=b"", number=0, step_seconds=0.
             number += 1
 
 
-def dump(_signal, frame) -> None:
-    """Print what this group waits for; also of a link that is still joining."""
-    link = next(each for each in gc.get_objects() if type(each) is GroupLink)
-    coordinator = link._coordinator
-    known = {"outcomes": [*coordinator.outcomes], "own": str(coordinator.status())}
-    known |= {"statuses": str(coordinator.statuses), "alike": [*coordinator._alike]}
-    known |= {"control": [group for group, channel in coordinator.control.items() if channel.is_up]}
-    known |= {"connected": [group for group, each in link.data.items() if each.is_up]}
-    where = "".join(traceback.format_stack(frame)[-3:])
-    print(f"group {link.group}: {json.dumps(known)}\n{where}", file=sys.stderr, flush=True)
-
-
 def main() -> None:
-    signal.signal(signal.SIGUSR1, dump)
     show_log()
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     options = {name: settings.pop(name) for name in ("rounds", "step_seconds")}

@@ -6,21 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zero2all.estimate import model_calculators as calculators
 from zero2all.estimate.answer import ImpossibleError, said
 from zero2all.estimate.failures import daly_interval, goodput, young_interval
 from zero2all.estimate.gpus import GPUS
-from zero2all.estimate.model_calculators import (
-    Devices,
-    flops,
-    hardware_flops,
-    inference,
-    mfu,
-    params,
-    roofline,
-    variants,
-    zero,
-)
-from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total, counted_gpt
+from zero2all.estimate.model_calculators import Devices, hardware_flops, mfu, roofline, variants
+from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total
 from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost
 from zero2all.model.config import MoeConfig, parameter_counts
 
@@ -32,14 +23,8 @@ def over(*strategies):
 
 sizes = st.integers(1, 64)
 models = st.sampled_from(list(KNOWN_MODELS.values()))
-mixtures = st.builds(
-    MoeConfig,
-    experts=st.sampled_from([0, 4, 8]),
-    experts_per_token=st.integers(1, 4),
-    expert_size=st.sampled_from([32, 64]),
-    shared_experts=st.integers(0, 2),
-    dense_layers=st.integers(0, 1),
-)
+experts = (st.sampled_from([0, 4, 8]), st.integers(1, 4), st.sampled_from([32, 64]), st.integers(0, 2))
+mixtures = st.builds(MoeConfig, *experts, dense_layers=st.integers(0, 1))
 shapes = st.builds(
     Unpadded,
     vocab_size=st.integers(64, 4096),
@@ -97,61 +82,25 @@ def test_no_other_split_of_the_same_flops_has_a_lower_loss(budget, law, factor):
     assert chosen.flops_for(best) == pytest.approx(budget, rel=1e-9)
 
 
-# ---- answers --------------------------------------------------------------------------------------------------
-
-
 @over(models)
 def test_every_answer_about_a_model_has_units_conventions_and_finite_terms(model):
-    answers = [params(model), flops(model), zero(model, 64), inference(model, gpu=GPUS["h100"], sequences=4)]
+    answers = [calculators.params(model), calculators.flops(model), calculators.zero(model, 64)]
+    answers.append(calculators.inference(model, gpu=GPUS["h100"], sequences=4))
     answers.append(mfu(model, 1000.0, Devices(8, GPUS["h100"]), recompute="full"))
     for answer in answers:
         names = [term.name for term in answer.terms]
         assert len(names) == len(set(names))
         assert answer.convention
         assert all(term.value >= 0 and term.unit for term in answer.terms)
-        assert answer.rows()[0] == ["what", "value", "how"]
-        assert list(answer.as_json()["terms"]) == names
+        assert (answer.rows()[0], list(answer.as_json()["terms"])) == (["what", "value", "how"], names)
 
 
 def test_a_model_known_by_its_size_only_gets_the_conventions_that_need_no_more():
     assert list(variants(counted_by_total(7_000_000_000), 2048)) == ["6N"]
     assert list(variants(counted_by_total(7_000_000_000, layers=32, hidden=4096), 2048)) == ["6N", "seed"]
-    dims = {"layers": 22, "hidden": 2048, "vocab": 32000}
-    assert list(variants(counted_by_total(1_100_048_384, **dims), 2048)) == ["6N", "seed", "palm", "causal"]
-    tiny = variants(KNOWN_MODELS["tinyllama"], 2048)
-    assert variants(counted_by_total(1_100_048_384, **dims), 2048)["palm"] == pytest.approx(tiny["palm"], rel=1e-4)
-
-
-def test_hfu_counts_what_is_recomputed_and_mfu_does_not():
-    plain, full = (
-        mfu(counted_gpt(6144, 48, 51200, 2048), 7447.0, Devices(8, GPUS["a100"]), recompute=kind)
-        for kind in ("none", "full")
-    )
-    assert full["MFU palm"] == plain["MFU palm"] == pytest.approx(0.417, abs=0.001)
-    for name in ("seed", "palm", "causal"):
-        assert 1.2 < full[f"HFU full, {name}"] / full[f"MFU {name}"] < 4 / 3
-
-
-def test_goodput_lengthens_the_time():
-    """The cost of it is a worked example."""
-    model, devices, tokens = KNOWN_MODELS["gpt-3"], Devices(1024), 300_000_000_000
-    speeds = (RunSpeed(tflops=140.0, convention="8N", goodput=share) for share in (1.0, 0.9))
-    whole, kept = (cost(model, speed, devices, tokens)["time"] for speed in speeds)
-    assert kept == pytest.approx(whole / 0.9)
-
-
-@pytest.mark.parametrize(
-    ("ask", "fields"),
-    [
-        (lambda: mfu(KNOWN_MODELS["tinyllama"]), ["--tokens-per-second", "--gpu"]),
-        (lambda: cost(KNOWN_MODELS["gpt-3"], RunSpeed(mfu=0.4, tflops=100.0)), ["--tokens", "--mfu"]),
-        (lambda: cost(counted_by_total(10**9), RunSpeed(mfu=0.4, convention="palm"), tokens=10), ["--convention"]),
-    ],
-)
-def test_everything_that_is_wrong_is_said_at_once(ask, fields):
-    with pytest.raises(ImpossibleError) as caught:
-        ask()
-    assert [problem.field for problem in caught.value.problems] == fields
+    found = variants(counted_by_total(1_100_048_384, layers=22, hidden=2048, vocab=32000), 2048)
+    assert list(found) == ["6N", "seed", "palm", "causal"]
+    assert found["palm"] == pytest.approx(variants(KNOWN_MODELS["tinyllama"], 2048)["palm"], rel=1e-4)
 
 
 def test_numbers_are_said_with_their_unit():
@@ -176,3 +125,15 @@ def test_memory_bound_products_name_the_bandwidth_and_rates_above_the_peak_are_r
         cost(model, RunSpeed(tflops=4000), Devices(8, GPUS["h100"]), 10**12)
     with pytest.raises(ImpossibleError, match="at most 23,548 tokens/s"):
         mfu(model, 30_000, Devices(gpu=GPUS["h100"]))
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    model = counted_by_total(10**9)
+    for ask, fields in (
+        (lambda: mfu(model), ["--tokens-per-second", "--gpu"]),
+        (lambda: cost(model, RunSpeed(mfu=0.4, tflops=100.0)), ["--tokens", "--mfu"]),
+        (lambda: cost(model, RunSpeed(mfu=0.4, convention="palm"), tokens=10), ["--convention"]),
+    ):
+        with pytest.raises(ImpossibleError) as caught:
+            ask()
+        assert [problem.field for problem in caught.value.problems] == fields

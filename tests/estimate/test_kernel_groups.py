@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 from zero2all.estimate.kernel_groups import GROUPS, OPERATOR_RULES, OUR_KERNELS, kernel_of, operator_group
 
 KERNELS = Path(__file__).parents[2] / "zero2all" / "ops" / "kernels"
@@ -28,9 +26,8 @@ def test_every_kernel_of_ours_that_is_launched_has_a_group():
     assert len(OUR_KERNELS) > 20
 
 
-@pytest.mark.parametrize(
-    ("name", "group"),
-    [
+def test_group_of_a_kernel():
+    for name, group in (
         ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "GEMM"),
         ("nvjet_sm90_tss_192x192_64x3_1x2_h_badd_coopB_NTN", "GEMM"),
         ("ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn", "GEMM"),
@@ -57,10 +54,8 @@ def test_every_kernel_of_ours_that_is_launched_has_a_group():
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_1", "element-wise"),
         ("_losses_and_gradient", "loss"),
         ("_update", "optimizer"),
-    ],
-)
-def test_group_of_a_kernel(name, group):
-    assert kernel_of(name).group == group
+    ):
+        assert kernel_of(name).group == group
 
 
 def test_kernels_with_a_floor_name_their_operator_and_direction():

@@ -6,45 +6,18 @@ from pathlib import Path
 import pytest
 
 from zero2all.common.errors import BadInputError
-from zero2all.estimate.machine import (
-    CLUSTERS,
-    AttentionTime,
-    Matmul,
-    TimeCurve,
-    link_seconds,
-    named_cluster,
-    read_machine,
-    tiled_seconds,
-    write_machine,
-)
+from zero2all.estimate import machine as module
+from zero2all.estimate.machine import AttentionTime, Matmul, TimeCurve, link_seconds, named_cluster
 
 H200 = named_cluster("h200")
 
 
-def test_a_measured_product_is_used_as_it_is_and_moves_its_neighbours():
+def test_a_measured_product_is_used_as_it_is_and_moves_its_neighbours_and_attention_follows_the_nearest():
     slow = 2 * H200.matmul_seconds(8192, 4096, 4096)
     measured = dataclasses.replace(H200, matmuls=(Matmul(8192, 4096, 4096, "forward", "bfloat16", slow),))
     assert measured.matmul_seconds(8192, 4096, 4096) == slow
     assert measured.matmul_seconds(8192, 4096, 8192) == pytest.approx(2 * H200.matmul_seconds(8192, 4096, 8192))
     assert measured.matmul_seconds(8192, 4096, 4096, "dgrad") == H200.matmul_seconds(8192, 4096, 4096, "dgrad")
-
-
-def test_a_large_product_reaches_the_published_rate_and_a_small_one_does_not():
-    a100 = named_cluster("a100-80g")
-    rates = [2.0 * size**3 / a100.matmul_seconds(size, size, size, dtype="float16") for size in (256, 1024, 8192)]
-    assert rates == sorted(rates)
-    assert 0.9 * 271.2e12 < rates[-1] <= 271.2e12
-    assert rates[0] < 0.1 * rates[-1]
-
-
-def test_one_tile_more_than_a_wave_costs_a_wave_and_columns_that_are_not_aligned_halve_the_rate():
-    # 132 tiles of 256 x 128 are one wave of 132 multiprocessors; at this depth nothing is cut along it
-    one, more = (tiled_seconds(256 * tiles, 128, 512, 1e15, 132) for tiles in (132, 133))
-    assert more > 1.3 * one
-    assert H200.matmul_seconds(8192, 50257, 2048) > 1.9 * H200.matmul_seconds(8192, 50304, 2048)
-
-
-def test_attention_follows_the_nearest_measurement():
     slow = 3 * H200.attention_seconds(8192, 2048, 16, 4, 128)
     one = AttentionTime(8192, 2048, 16, 4, 128, slow, 2 * slow)
     measured = dataclasses.replace(H200, attention=(one,))
@@ -52,12 +25,15 @@ def test_attention_follows_the_nearest_measurement():
     assert measured.attention_seconds(8192, 2048, 16, 4, 128, backward=True) == pytest.approx(2 * slow)
 
 
-def test_a_curve_meets_its_points_and_keeps_the_last_rate():
-    curve = TimeCurve(((1e6, 1e-5), (1e8, 1e-3)))
-    assert curve.seconds(1e6) == 1e-5
-    assert curve.seconds(1e7) == pytest.approx(1e-4)
-    assert curve.seconds(1e9) == pytest.approx(1e-2)
-    assert curve.seconds(10.0) == 1e-5
+def test_only_a_large_product_reaches_the_published_rate_and_a_tile_more_than_a_wave_or_odd_columns_cost():
+    a100 = named_cluster("a100-80g")
+    rates = [2.0 * size**3 / a100.matmul_seconds(size, size, size, dtype="float16") for size in (256, 1024, 8192)]
+    assert rates == sorted(rates)
+    assert 0.9 * 271.2e12 < rates[-1] <= 271.2e12
+    assert rates[0] < 0.1 * rates[-1]
+    one, more = (module.tiled_seconds(256 * tiles, 128, 512, 1e15, 132) for tiles in (132, 133))
+    assert more > 1.3 * one
+    assert H200.matmul_seconds(8192, 50257, 2048) > 1.9 * H200.matmul_seconds(8192, 50304, 2048)
 
 
 def test_collectives_agree_with_worked_examples():
@@ -77,19 +53,22 @@ def test_between_nodes_a_group_has_the_network_cards_of_its_members():
 
 def test_a_profile_is_read_back_as_it_was_written_and_no_other_file_is_taken_for_one(tmp_path: Path):
     path = tmp_path / "profile.json"
-    for name in CLUSTERS:
+    for name in module.CLUSTERS:
         matmul = Matmul(1, 2, 3, "wgrad", "float8", 1e-5, 0.01)
         curves = {"rms_norm": TimeCurve(((1e6, 1e-5), (1e8, 1e-4)))}
         one = dataclasses.replace(named_cluster(name), matmuls=(matmul,), operators=curves)
-        write_machine(path, one)
-        assert read_machine(path) == one
+        module.write_machine(path, one)
+        assert module.read_machine(path) == one
     for text in ("{}", '{"name": "x", "links": [{"speed": 3}]}'):
         path.write_text(text)
         with pytest.raises(BadInputError, match="not the profile of a machine"):
-            read_machine(path)
+            module.read_machine(path)
 
 
-def test_an_operator_below_its_smallest_measurement_takes_its_rate_down_to_the_shortest_kernel():
+def test_a_curve_meets_its_points_keeps_the_last_rate_and_ends_at_the_shortest_kernel():
+    curve = TimeCurve(((1e6, 1e-5), (1e8, 1e-3)))
+    found = [curve.seconds(size) for size in (10.0, 1e6, 1e7, 1e9)]
+    assert found == pytest.approx([1e-5, 1e-5, 1e-4, 1e-2])
     curves = {"rms_norm": TimeCurve(((1e8, 3e-5), (4e8, 12e-5)))}
     machine = dataclasses.replace(named_cluster("h200"), operators=curves, launch_seconds=2e-6)
     assert machine.operator_seconds("rms_norm", 5e7) == pytest.approx(1.5e-5)
@@ -100,9 +79,8 @@ def test_an_operator_below_its_smallest_measurement_takes_its_rate_down_to_the_s
 
 
 def test_a_noisy_or_incomplete_profile_is_doubted_more():
-    measured = dataclasses.replace(
-        H200, source="measured", matmuls=(Matmul(64, 64, 64, "forward", "bfloat16", 1e-5, 0.01),)
-    )
-    noisy = dataclasses.replace(measured, matmuls=(dataclasses.replace(measured.matmuls[0], spread=0.19),))
+    one = Matmul(64, 64, 64, "forward", "bfloat16", 1e-5, 0.01)
+    measured = dataclasses.replace(H200, source="measured", matmuls=(one,))
+    noisy = dataclasses.replace(measured, matmuls=(dataclasses.replace(one, spread=0.19),))
     assert measured.doubt < noisy.doubt
     assert dataclasses.replace(measured, left=3).doubt == H200.doubt

@@ -8,7 +8,6 @@ import pytest
 from tests.simulated_rank import simulate_ranks
 from zero2all.config import load_config
 from zero2all.estimate.memory import MemorySettings, estimate_memory
-from zero2all.estimate.pass_memory import pass_memory
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.ops.registry import footprints
 
@@ -27,7 +26,6 @@ SMALL = """
         ("--model.intermediate_size 1408", 2e-3),  # the peak is in the last block
         ("--train.recompute selective", 2e-3),
         ("--train.precision float32 --model.qk_norm true", 2e-3),
-        ("--model.qk_norm true --train.recompute selective", 4e-2),  # never less
         # The peak is where query and key are turned back, which takes one after the other and is counted as one.
         ("--model.qk_norm true --model.head_dim 256 --model.intermediate_size 64", 3e-2),
         # The first block gets no branch: one of the inputs that are counted for a block does not exist.
@@ -43,8 +41,6 @@ def test_peak_is_that_of_all_tensors_alive_in_a_step(words, within):
     beside_states = step.expected_peak_bytes - step.expected_state_bytes
     assert beside_states == pytest.approx(step.peak_bytes - step.expected_state_bytes, rel=within)
 
-
-# ---- properties ------------------------------------------------------------------------------------------------------
 
 MODELS = (
     ModelConfig(vocab_size=32000, hidden_size=1024, intermediate_size=2816, layers=6, heads=16, kv_heads=4),
@@ -75,8 +71,8 @@ def peaks(model: ModelConfig, runs: list[MemorySettings]) -> list[float]:
 def test_more_tokens_and_more_blocks_never_need_less(model, operators):
     for recompute in RECOMPUTE:
         given = MemorySettings(1024, 1, FOOTPRINTS[operators], recompute=recompute, recompute_every=2)
-        by_samples = [dataclasses.replace(given, micro_batch_samples=samples) for samples in (1, 2, 7, 8, 9, 16, 33)]
-        by_length = [dataclasses.replace(given, seq_len=length) for length in (128, 1024, 4096, 10000)]
+        by_samples = [dataclasses.replace(given, micro_batch_samples=samples) for samples in (1, 7, 8, 9, 33)]
+        by_length = [dataclasses.replace(given, seq_len=length) for length in (128, 1024, 10000)]
         for runs in (by_samples, by_length):
             assert peaks(model, runs) == sorted(peaks(model, runs))
         by_layers = [estimate_memory(dataclasses.replace(model, layers=layers), given).total for layers in range(2, 12)]
@@ -87,18 +83,11 @@ def test_more_tokens_and_more_blocks_never_need_less(model, operators):
 @pytest.mark.parametrize("model", MODELS, ids=["dense", "experts"])
 def test_parts_sum_to_the_total_and_the_total_is_what_is_always_there_and_the_worst_phase(model, operators):
     for recompute, zero, precision in itertools.product(RECOMPUTE, range(4), ("bfloat16", "float32")):
-        given = MemorySettings(
-            512, 4, FOOTPRINTS[operators], recompute=recompute, zero=zero, shard=4, precision=precision,
-            workspace_bytes=64.0 * 2**20,
-        )  # fmt: skip
+        changes = {"recompute": recompute, "zero": zero, "precision": precision}
+        given = MemorySettings(512, 4, FOOTPRINTS[operators], shard=4, workspace_bytes=64.0 * 2**20, **changes)
         estimate = estimate_memory(model, given)
         on_device = [part.bytes for part in estimate.parts if part.place == "device"]
         assert sum(on_device) == pytest.approx(estimate.total)
         assert min(on_device) >= 0
         assert estimate.persistent + max(phase.bytes for phase in estimate.phases) == pytest.approx(estimate.total)
         assert estimate.state <= estimate.persistent <= estimate.step_peak <= estimate.total <= estimate.reserved
-
-
-def test_the_lines_of_a_model_do_not_depend_on_the_micro_batch():
-    one, many = (MemorySettings(512, samples, FOOTPRINTS["own"]) for samples in (1, 64))
-    assert pass_memory(MODELS[0], one).lines == pass_memory(MODELS[0], many).lines

@@ -22,22 +22,19 @@ A100, H100 = GPUS["a100"], GPUS["h100"]
 
 @dataclass(frozen=True)
 class Case:
-    """One worked example."""
-
     subject: str
     expected: str  # as published
     found: float
 
     @property
     def error(self) -> float:
-        """Relative."""
         return self.found / float(self.expected) - 1 if float(self.expected) else self.found
 
     @property
     def passes(self) -> bool:
         """Within the tolerance, or equal in the digits that were published."""
-        digits = len(self.expected.partition(".")[2]) if "e" not in self.expected else None
-        is_rounded = digits is not None and digits > 0 and f"{self.found:.{digits}f}" == self.expected
+        digits = len(self.expected.partition(".")[2]) if "e" not in self.expected else 0
+        is_rounded = digits > 0 and f"{self.found:.{digits}f}" == self.expected
         return abs(self.error) <= TOLERANCE or is_rounded
 
 
@@ -51,7 +48,6 @@ def several(subject: str, names: Sequence[object], expected: str, found: Sequenc
 
 
 def parameters() -> Found:
-    """Section: parameters."""
     gpts = [(2304, 24), (8192, 48), (12288, 96), (25600, 128)]
     found = [counted_gpt(h, layers, 51200, 2048).total / GB for h, layers in gpts]
     yield from several("GPT, B parameters, h and L", gpts, "1.65 39.10 174.62 1008.04", found)
@@ -59,9 +55,8 @@ def parameters() -> Found:
     totals = "1100048384 6738415616 13015864320 68976648192 8030261248 70553706496 405853388800"
     yield from several("parameters of", [model.name for model in known], totals, [model.total for model in known])
     totals = "1034420224 6607077376 12851609600 68713185280 7504658432 69501714432 403747897344"
-    yield from several(
-        "matmul parameters of", [model.name for model in known], totals, [model.matmul or 0 for model in known]
-    )
+    matmuls = [model.matmul or 0 for model in known]
+    yield from several("matmul parameters of", [model.name for model in known], totals, matmuls)
     mixtral, deepseek = KNOWN_MODELS["mixtral-8x7b"], KNOWN_MODELS["deepseek-v3"]
     yield Case("parameters of mixtral-8x7b", "46702792704", mixtral.total)
     yield Case("active B of mixtral-8x7b", "12.88", mixtral.active / GB)
@@ -71,13 +66,10 @@ def parameters() -> Found:
 
 
 def flops() -> Found:
-    """Section: FLOPs."""
     model = KNOWN_MODELS["llama-3.1-8b"]
     width, matmul = model.attention_width or 0, model.matmul or 0
-    at_8k = conventions(model.active, matmul, width, 8192)
-    yield from several(
-        "llama-3.1-8b, GF/token,", ("causal", "full"), "51.47 57.91", [at_8k["causal"] / GB, at_8k["palm"] / GB]
-    )
+    found = [conventions(model.active, matmul, width, 8192)[name] / GB for name in ("causal", "palm")]
+    yield from several("llama-3.1-8b, GF/token,", ("causal", "full"), "51.47 57.91", found)
     lengths = [8, 32, 64, 128, 192, 256]
     all_of_it = [conventions(0, matmul, width, length * 1024)["causal"] for length in lengths]
     shares = [100 * (1 - 6 * matmul / each) for each in all_of_it]
@@ -88,7 +80,6 @@ def flops() -> Found:
 
 
 def utilisation() -> Found:
-    """Section: MFU and its conventions."""
     palm = Counted("PaLM", {"all": 540_350_000_000}, 540_350_000_000, attention_width=118 * 48 * 256)
     speeds = [100 * 238.3e3 * each / (6144 * 275e12) for each in variants(palm, 2048).values()]
     yield from several("PaLM 540B, MFU %,", ("no attention", "with"), "45.7 46.2", speeds)
@@ -102,7 +93,6 @@ def utilisation() -> Found:
 
 
 def training_time() -> Found:
-    """Section: training time and cost."""
     gpt3 = KNOWN_MODELS["gpt-3"]
     rounded, tokens = counted_by_total(174_600_000_000), 300_000_000_000
     yield Case("GPT-3, 6 N D", "3.143e23", cost(rounded, RunSpeed(tflops=1, convention="6N"), tokens=tokens)["FLOPs"])
@@ -114,23 +104,20 @@ def training_time() -> Found:
     found = cost(counted_by_total(1008 * 10**9), RunSpeed(tflops=163, convention="8N"), Devices(3072), 450 * 10**9)
     yield Case("1T, d", "83.9", found["time"] / DAY)
     rates = [(384, 153), (768, 149), (1536, 141)]
-    found = [
-        cost(gpt3, RunSpeed(tflops=rate, convention="8N"), Devices(gpus), tokens)["time"] / DAY for gpus, rate in rates
-    ]
-    yield from several("175B, eq. 4, d, GPUs", [gpus for gpus, _ in rates], "82.6 42.4 22.4", found)
+    speeds = [RunSpeed(tflops=rate, convention="8N") for _, rate in rates]
+    took = [cost(gpt3, speed, Devices(gpus), tokens)["time"] for (gpus, _), speed in zip(rates, speeds, strict=True)]
+    yield from several("175B, eq. 4, d, GPUs", [gpus for gpus, _ in rates], "82.6 42.4 22.4", [t / DAY for t in took])
     yield Case("TinyLlama 3T on 16, d", "90.4", 3e12 / (16 * 24e3) / DAY)
     yield Case("TinyLlama 22B on 8, h", "31.8", 22e9 / (8 * 24e3) / HOUR)
     yield Case("TinyLlama 300B, GPU-h", "3472", 300e9 / 24e3 / HOUR)
     large = KNOWN_MODELS["llama-3.1-405b"].total
     yield Case("Llama-3.1-405B, 6 N D", "3.80e25", 6 * large * 15.6e12)
-    found = cost(
-        counted_by_total(70 * 10**9), RunSpeed(mfu=0.4, convention="6N"), Devices(8960, GPUS["tpu-v5p"]), 15 * 10**12
-    )
+    pods = Devices(8960, GPUS["tpu-v5p"])
+    found = cost(counted_by_total(70 * 10**9), RunSpeed(mfu=0.4, convention="6N"), pods, 15 * 10**12)
     yield Case("JAX scaling book, d", "44.3", found["time"] / DAY)
 
 
 def model_states() -> Found:
-    """Section: weights, gradients, states."""
     for size, ranks, expected in (
         (7.5e9, 64, "120 31.41 16.64 1.88"),
         (7.5e9, 4, "120 52.5 41.25 30"),
@@ -151,16 +138,14 @@ def model_states() -> Found:
 
 
 def rooflines() -> Found:
-    """Section: roofline, tiles, waves."""
     gpus = ("a100", "h100", "h200", "b200")
     yield from several("ridge of", gpus, "153 295 206 281", [GPUS[name].ridge for name in gpus])
     work, moved = floors.matmul_flops(8192, 14336, 4096), floors.matmul_bytes(8192, 14336, 4096)
     seconds = floors.least_seconds(work, moved, 794.5e12, 3.35e12)
     yield from several("matmul 8192 x 4096 x 14336,", ("FLOP/B", "ms"), "2293.8 1.211", [work / moved, seconds * 1e3])
     cut = floors.tiling(8192, 14336, 132)
-    yield from several(
-        "its", ("tiles", "waves", "wave efficiency"), "3584 28 0.970", [cut.tiles, cut.waves, cut.wave_efficiency]
-    )
+    found = [cut.tiles, cut.waves, cut.wave_efficiency]
+    yield from several("its", ("tiles", "waves", "wave efficiency"), "3584 28 0.970", found)
     found = [floors.tiling(8192, 14336, units).waves for units in (148, 152)]
     yield from several("waves on SMs", (148, 152), "25 24", found)
     cut = floors.tiling(1000, 1000, 132)
@@ -177,7 +162,6 @@ def any_failure(probability: float, devices: float) -> float:
 
 
 def failure() -> Found:
-    """Section: failures, checkpoints, goodput."""
     yield Case("1 % x 128, %", "72.37", 100 * any_failure(0.01, 128))
     yield Case("0.27 % x 1000, %", "93", 100 * any_failure(0.0027, 1000))
     mtbf = 54 * DAY / 419
@@ -199,12 +183,10 @@ def failure() -> Found:
 
 
 def scaling_laws() -> Found:
-    """Section: Chinchilla."""
     for name, expected in (("paper-rounded", "32.2 2.98"), ("paper", "40.3 2.38"), ("refit", "72.2 1.33")):
         best = LAWS[name].best_parameters(5.76e23)
-        yield from several(
-            f"5.76e23 FLOPs, {name},", ("B", "T tokens"), expected, [best / GB, 5.76e23 / 6 / best / 1e12]
-        )
+        found = [best / GB, 5.76e23 / 6 / best / 1e12]
+        yield from several(f"5.76e23 FLOPs, {name},", ("B", "T tokens"), expected, found)
     refit = LAWS["refit"]
     best = refit.best_parameters(5.76e23)
     yield Case("loss of the refit", "1.974", refit.loss(best, 5.76e23 / 6 / best))
@@ -213,7 +195,7 @@ def scaling_laws() -> Found:
     yield from several("1.21e20 FLOPs,", ("B", "B tokens"), "0.941 21.4", [best / GB, 1.21e20 / 6 / best / GB])
 
 
-SEED_SECONDS = {
+SEED_SECONDS = {  # of 65,536 tokens; below, MFU in %
     "torch 1.12": "9.85 3.23 8.69 3.51 3.37 3.78 3.60 3.17 3.72",
     "torch 2.0": "9.72 3.49 3.85 8.75 3.68 3.55 4.00 3.60 3.52",
     "torch 2.0, compile": "5.47 3.95 5.60 3.51 3.64 3.45 3.57 3.44 3.37",
@@ -223,13 +205,11 @@ SEED_MFU = {
     "torch 2.0": "18.66 51.95 47.09 20.72 49.18 51.02 45.27 50.38 51.55",
     "torch 2.0, compile": "33.14 45.91 32.37 51.67 49.74 52.46 50.69 52.73 53.71",
 }
-"""The reference project's ablation on one A800: seconds of 65,536 tokens, MFU in %. Without its compiled all-fused row,
-which is 2.3 % off its own seconds."""
-SPEEDS = (
+"""The reference project's ablation on one A800, without its compiled all-fused row, 2.3 % off its own seconds."""
+SPEEDS = (  # training steps of the same model on one H200: tokens/s, and MFU in %
     "51060 58876 69754 69554 70088 55074 57265 60620 60716 56980 70782 72363 73185 85635 67648",
     "44.6 51.4 60.9 60.8 61.2 48.1 50.0 53.0 53.0 49.8 61.8 63.2 63.9 74.8 59.1",
 )
-"""Training steps of the same model on one H200: tokens/s and MFU in %."""
 
 
 def reference_tables() -> Found:
@@ -253,12 +233,8 @@ def reference_tables() -> Found:
         yield from several(f"ceiling {speed} k tokens/s, MFU %,", names, expected, shares)
 
 
-SECTIONS = (
-    *(parameters, flops, utilisation, training_time, model_states),
-    *(rooflines, failure, scaling_laws, reference_tables),
-)
+SECTIONS = (parameters, flops, utilisation, training_time, model_states, rooflines, failure, scaling_laws)
 
 
 def cases() -> list[Case]:
-    """All of them."""
-    return [case for section in SECTIONS for case in section()]
+    return [case for section in (*SECTIONS, reference_tables) for case in section()]

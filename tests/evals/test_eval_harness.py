@@ -47,8 +47,7 @@ def test_log_likelihoods_are_exact_and_spaces_belong_to_the_continuation(model):
 def test_a_text_is_scored_whole_and_in_windows_where_it_is_too_long(model):
     text = "The capital of France is Paris. " * 3
     (total,) = model.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
-    row = model.tok_encode(text)
-    (scores,) = model.engine.score([row], [1])
+    (scores,) = model.engine.score([model.tok_encode(text)], [1])
     assert total == pytest.approx(sum(scores.logprobs), abs=1e-4)
     (long,) = model.loglikelihood_rolling(instances("loglikelihood_rolling", (text * 100,)))
     assert long < total
@@ -65,30 +64,16 @@ def test_the_real_harness_runs_a_task_offline(model, tmp_path, monkeypatch):
     from zero2all.evals.lm_harness import harness_lines, run_harness
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    rows = [
-        {"prompt": "The capital of France is", "choices": [" Paris", " Rome", " the sea"], "gold": 0},
-        {"prompt": "2 + 2 =", "choices": [" 5", " 4", " 3"], "gold": 1},
-    ]
+    rows = [{"prompt": "The capital of France is", "choices": [" Paris", " Rome", " the sea"], "gold": 0}]
+    rows += [{"prompt": "2 + 2 =", "choices": [" 5", " 4", " 3"], "gold": 1}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "quiz",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "prompt",
-        "doc_to_choice": "choices",
-        "doc_to_target": "gold",
-        "target_delimiter": "",
-        "num_fewshot": 0,
-    }
+    task = {"task": "quiz", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+    task |= {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}, "num_fewshot": 0}
+    task |= {"doc_to_text": "prompt", "doc_to_choice": "choices", "doc_to_target": "gold", "target_delimiter": ""}
     (tmp_path / "quiz.yaml").write_text(yaml.safe_dump(task))
     found = run_harness(model.engine, ["quiz"], tmp_path)
-    asked = [Question(row["prompt"], tuple(row["choices"])) for row in rows]
-    best = [
-        max(range(3), key=lambda number, each=each: each[number].logprob)
-        for each in score_questions(model.engine, asked)
-    ]
+    scored = score_questions(model.engine, [Question(row["prompt"], tuple(row["choices"])) for row in rows])
+    best = [max(range(3), key=lambda number, each=each: each[number].logprob) for each in scored]
     accuracy = sum(number == row["gold"] for number, row in zip(best, rows, strict=True)) / 2
     assert found["results"]["quiz"]["acc,none"] == pytest.approx(accuracy)
     assert "quiz" in "\n".join(harness_lines(found))

@@ -9,14 +9,9 @@ import torch
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.records import iter_records, training_text
+from zero2all.evals import perplexity
 from zero2all.evals.options import read_text, text_files
-from zero2all.evals.perplexity import (
-    Windows,
-    file_bits_per_byte,
-    held_out_bits_per_byte,
-    held_out_rows,
-    score_documents,
-)
+from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_rows, score_documents
 from zero2all.evals.report import report_lines
 from zero2all.infer.engine import Engine
 from zero2all.packed.shard_format import packed_sources
@@ -30,7 +25,7 @@ def nats_of(loaded, text, stride=0):
 
 
 def bits_per_byte(loaded, corpus, max_bytes):
-    return held_out_bits_per_byte(Engine(loaded), Windows(loaded.window), corpus, max_bytes)
+    return perplexity.held_out_bits_per_byte(Engine(loaded), Windows(loaded.window), corpus, max_bytes)
 
 
 def nats_by_hand(loaded, ids, targets):
@@ -39,7 +34,7 @@ def nats_by_hand(loaded, ids, targets):
     return sum(float(row.logsumexp(0) - row[target]) for row, target in zip(logits, targets, strict=True))
 
 
-@pytest.mark.parametrize("length", [1, 10, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.parametrize("length", [1, 64, 65, 128, 200])
 def test_document_is_scored_in_windows_each_token_once_from_its_begin_to_its_end(trained, length):
     tokenizer, window = trained.tokenizer, trained.config.data.seq_len
     text = "d" * 200
@@ -47,12 +42,10 @@ def test_document_is_scored_in_windows_each_token_once_from_its_begin_to_its_end
         text = text[:-1]
     ids = [tokenizer.begin_id, *tokenizer.encode_text(text), tokenizer.end_id]
     assert len(ids) == length + 1
-    by_hand = sum(
-        nats_by_hand(trained, ids[first:-1][:window], ids[first + 1 :][:window]) for first in range(0, length, window)
-    )
+    firsts = range(0, length, window)
+    by_hand = sum(nats_by_hand(trained, ids[at:-1][:window], ids[at + 1 :][:window]) for at in firsts)
     nats, tokens = nats_of(trained, text)
-    assert tokens == length
-    assert nats == pytest.approx(by_hand, rel=1e-5)
+    assert (tokens, nats) == (length, pytest.approx(by_hand, rel=1e-5))
 
 
 def test_a_text_with_unknown_tokens_is_called_too_good(trained, monkeypatch):
@@ -75,16 +68,10 @@ def test_bits_per_byte_of_a_channel_is_all_bits_over_all_bytes(trained, trained_
     assert report["zh"]["documents"] == len(texts) > 1
     assert report["zh"]["bytes"] == size
     assert report["zh"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / size)
-    header_and_checksum = 18
-    gzip_bytes = len(gzip.compress("".join(texts).encode(), 9)) - header_and_checksum
+    gzip_bytes = len(gzip.compress("".join(texts).encode(), 9)) - 18  # without header and checksum
     assert report["zh"]["gzip_bits_per_byte"] == pytest.approx(gzip_bytes * 8 / size, rel=0.01)
-
-
-def test_limit_of_bytes_takes_whole_documents_and_at_least_one(trained, trained_workspace):
-    sizes = [len(training_text(record).encode()) for record in iter_records(trained_workspace.corpus, "en", "valid")]
-    for limit, documents in ((1, 1), (sizes[0], 1), (sizes[0] + sizes[1], 2)):
-        report = bits_per_byte(trained, trained_workspace.corpus, limit)
-        assert (report["en"]["documents"], report["en"]["bytes"]) == (documents, sum(sizes[:documents]))
+    limited = bits_per_byte(trained, trained_workspace.corpus, 1)["zh"]
+    assert (limited["documents"], limited["bytes"]) == (1, len(texts[0].encode())), "whole documents, at least one"
 
 
 def splits_of(workspace):
@@ -106,9 +93,7 @@ def test_held_out_loss_is_the_one_that_training_recorded_at_this_checkpoint(trai
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
-def test_a_checkpoint_that_training_did_not_validate_is_scored_the_same_way(
-    trained, trained_workspace, tmp_path, document_mask
-):
+def test_a_checkpoint_without_validation_is_scored_the_same_way(trained, trained_workspace, tmp_path, document_mask):
     data = dataclasses.replace(trained.config.data, document_mask=document_mask)
     config = dataclasses.replace(trained.config, data=data)
     splits = splits_of(trained_workspace)
@@ -121,7 +106,7 @@ def test_a_checkpoint_that_training_did_not_validate_is_scored_the_same_way(
 
 @pytest.mark.parametrize("stride", [1, 3, 10])
 def test_sliding_windows_score_each_token_once_with_context(stride):
-    for tokens in (2, 10, 11, 12, 15, 23, 40):
+    for tokens in (2, 10, 11, 12, 40):
         scored = []
         for number, (first, start, end) in enumerate(Windows(10, stride).cut(tokens)):
             assert end - first <= 11
@@ -150,27 +135,20 @@ def test_stride_gives_later_tokens_the_context_that_windows_without_overlap_take
 def test_loss_by_position_is_that_of_the_tokens_with_so_many_before_them(trained):
     (score,) = score_documents(Engine(trained), ["中国的首都是北京。" * 30], Windows(trained.window))
     buckets = score.summary()["by_position"]
-    assert [(bucket["from"], bucket["to"]) for bucket in buckets][:3] == [(1, 1), (2, 3), (4, 7)]
-    assert (buckets[-1]["from"], buckets[-1]["to"]) == (64, 64), "a window has 64 tokens"
+    places = [(bucket["from"], bucket["to"]) for bucket in buckets]
+    assert (places[:3], places[-1]) == ([(1, 1), (2, 3), (4, 7)], (64, 64)), "a window has 64 tokens"
     assert sum(bucket["tokens"] for bucket in buckets) == score.tokens
     assert sum(bucket["tokens"] * bucket["loss"] for bucket in buckets) == pytest.approx(score.nats)
     assert buckets[-1]["loss"] < buckets[0]["loss"]
-    windows = -(-score.tokens // trained.window)
-    assert buckets[0]["tokens"] == windows  # one token of each window has one token before it
 
 
 def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(trained, tmp_path):
     folder = tmp_path / "mine"
     (folder / ".git").mkdir(parents=True)
-    for name, data in {
-        "a.txt": "中国的首都是北京。".encode(),
-        "b.md": b"The capital of France is Paris. " * 20,
-        "none.txt": b"",
-        "picture.png": b"\x89PNG\0\0",
-        "latin.txt": "Züge".encode("latin-1"),
-        ".git/config": b"hidden",
-    }.items():
-        (folder / name).write_bytes(data)
+    data = {"a.txt": "中国的首都是北京。".encode(), "b.md": b"The capital of France is Paris. " * 20, "none.txt": b""}
+    data |= {"picture.png": b"\x89PNG\0\0", "latin.txt": "Züge".encode("latin-1"), ".git/config": b"hidden"}
+    for name, content in data.items():
+        (folder / name).write_bytes(content)
     alone = tmp_path / "alone.txt"
     alone.write_text("The answer is Rome.")
     files = text_files([folder, alone, folder / "a.txt", alone])
@@ -180,11 +158,8 @@ def test_files_and_folders_are_scored_one_by_one_and_what_is_no_text_is_named(tr
     assert found["mine/a.txt"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / 27)
     assert (found["mine/a.txt"]["tokens"], found["mine/b.md"]["bytes"]) == (tokens, 400)
     assert [values["is_whole"] for values in found.values()] == [True, False, True]
-    assert skipped == {
-        "mine/latin.txt": "is not UTF-8",
-        "mine/none.txt": "is empty",
-        "mine/picture.png": "is not text (it has zero bytes)",
-    }
+    why = {"latin.txt": "is not UTF-8", "none.txt": "is empty", "picture.png": "is not text (it has zero bytes)"}
+    assert skipped == {f"mine/{name}": reason for name, reason in why.items()}
     with pytest.raises(BadInputError, match="no text file or folder"):
         text_files([tmp_path / "absent"])
 

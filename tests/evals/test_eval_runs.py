@@ -19,11 +19,6 @@ def copied(trained_workspace, tmp_path):
     return Workspace(tmp_path / "work")
 
 
-def test_nothing_is_said_of_a_run_that_can_be_evaluated(trained_workspace):
-    check_inputs(trained_workspace, "tiny", None, EvalOptions())
-    check_inputs(trained_workspace, "tiny", 15, EvalOptions())
-
-
 def test_all_that_is_missing_is_listed_at_once_before_the_model_is_looked_at(copied, capsys):
     for weights in copied.runs.rglob("*.safetensors"):
         weights.write_bytes(b"loading this would be another error")
@@ -37,12 +32,6 @@ def test_all_that_is_missing_is_listed_at_once_before_the_model_is_looked_at(cop
         assert part in said
 
 
-def test_one_missing_thing_is_said_without_a_list(copied):
-    shutil.rmtree(copied.corpus)
-    with pytest.raises(BadInputError, match=r"^There is no finished corpus .*Run `z2a corpus build` first"):
-        check_inputs(copied, "tiny", None, EvalOptions())
-
-
 def test_a_corpus_without_held_out_text_is_answered_unless_there_are_probes(copied, tmp_path):
     (tmp_path / "a.txt").write_text("One text alone is too little for a part to be held out of it.")
     build_corpus(copied.corpus, [Source("a", tmp_path / "a.txt", "en")], BuildOptions(), HERE)
@@ -51,9 +40,6 @@ def test_a_corpus_without_held_out_text_is_answered_unless_there_are_probes(copi
     probes = tmp_path / "probes.jsonl"
     probes.write_text('{"id": "1", "channel": "en", "family": "f", "prompt": "p", "answer": "a"}\n')
     check_inputs(copied, "tiny", None, EvalOptions(probes=probes))
-
-
-# ---- all checkpoints of a run -------------------------------------------------------------------------------
 
 
 def steps_of(printed):
@@ -72,8 +58,7 @@ def test_all_steps_are_evaluated_once_and_again_only_with_other_settings(copied,
     assert main(words) == 0
     assert steps_of(capfd.readouterr().out) == ["15", "30"]
     options = EvalOptions(max_bytes=200, stride=32, pairs=pairs, texts=(text,))
-    report = kept_report(copied.run("tiny"), 15, options)
-    assert report["texts"]["mine.txt"]["bytes"] == 31
+    assert kept_report(copied.run("tiny"), 15, options)["texts"]["mine.txt"]["bytes"] == 31
     for metric in ("eval/pairs/accuracy/zh", "eval/texts/bpb/mine.txt", "eval/by_position/en/loss/0001"):
         assert RunReader(copied.run("tiny")).series(metric).step.tolist() == [15, 30], metric
 

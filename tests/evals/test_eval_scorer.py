@@ -52,15 +52,7 @@ def random_logits():
 
 @pytest.mark.parametrize(
     ("prompt", "continuation"),
-    [
-        ("首都是", "北京"),
-        ("首都是", "Rome"),
-        ("首都", "是北京"),
-        ("是北", "京"),
-        (" Rom", "e"),
-        (" Rome", "land"),
-        ("是", "。"),
-    ],
+    [("首都是", "北京"), ("首都", "是北京"), ("是北", "京"), (" Rome", "land"), ("是", "。")],
 )
 def test_probability_equals_brute_force_over_all_spellings(bigram, random_logits, monkeypatch, prompt, continuation):
     monkeypatch.setattr(scorer, "NEGLIGIBLE", 0.0)
@@ -78,23 +70,12 @@ def test_a_model_certain_of_the_merged_token_is_certain_of_the_continuation(spel
     assert not wrong.is_greedy
 
 
-def test_probability_does_not_depend_on_what_else_is_scored(bigram, random_logits):
-    loaded, texts = bigram(random_logits), ["北京", "Rome", " Romeland and more", "是"]
-    alone = [probabilities(loaded, "首都是", [text])[0] for text in texts]
-    assert probabilities(loaded, "首都是", texts) == pytest.approx(alone, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "prompt", ["中国的首都是", "中国的首都", "答案", "The capital of France is", "The capital of Fr", "x"]
-)
+@pytest.mark.parametrize("prompt", ["中国的首都", "The capital of France is", "The capital of Fr"])
 def test_probabilities_of_exclusive_continuations_add_up_to_at_most_one(trained, trained_workspace, prompt):
     # No character begins another, so all of them together are exclusive, and nearly all a model can go on with.
     characters = sorted({*"中国法日本英德的首都是我知道北京巴黎东伦敦柏林在答案。.,", *map(chr, range(32, 127))})
     for loaded in (trained, untrained(trained_workspace, trained.config)):
-        found = probabilities(loaded, prompt, characters)
-        assert max(found) <= 1
-        assert sum(found) <= 1 + 1e-6
-        assert sum(found) > 0
+        assert 0 < sum(probabilities(loaded, prompt, characters)) <= 1 + 1e-6
 
 
 def test_unlikely_way_to_spell_the_prompt_counts_where_a_continuation_takes_it(bigram, border_tokenizer, logits):
@@ -117,19 +98,11 @@ def test_impossible_continuation_has_probability_zero_and_a_text_longer_than_the
 
 def test_many_questions_at_once_and_what_cannot_be_scored(bigram, random_logits):
     engine = Engine(bigram(random_logits))
-    questions = [
-        Question("首都", ("Rome", " Rome and more")),
-        Question("首都是", ("北京", "Rome")),
-        Question("x" * 70, ("a",)),
-        Question("首都", ()),
-        Question("首都", ("", "a")),
-    ]
-    plain, spanning, *refused = score_questions(engine, questions)
-    assert refused == [
-        "prompt and continuation have 72 tokens; the model takes 64",
-        "it has no continuation to score",
-        "a continuation is empty",
-    ]
+    questions = [Question("首都", ("Rome", " Rome and more")), Question("首都是", ("北京", "Rome"))]
+    wrong = [Question("x" * 70, ("a",)), Question("首都", ()), Question("首都", ("", "a"))]
+    plain, spanning, *refused = score_questions(engine, [*questions, *wrong])
+    assert refused[0] == "prompt and continuation have 72 tokens; the model takes 64"
+    assert refused[1:] == ["it has no continuation to score", "a continuation is empty"]
     table = random_logits.double().log_softmax(dim=-1)
     for continuation, found in zip(questions[0].continuations, plain, strict=True):
         before, after = (engine.tokenizer.encode_text(text) for text in ("首都", "首都" + continuation))

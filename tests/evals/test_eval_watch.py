@@ -41,13 +41,11 @@ def reports(run: Path) -> list[int]:
 
 def test_every_checkpoint_is_evaluated_at_its_step_oldest_first_and_only_once(run):
     assert watch_once(run, is_wanted=lambda step: step == 20).evaluated == [20]
-    assert watch_once(run).evaluated == [10, 30]
-    assert reports(run) == [10, 20, 30]
+    assert (watch_once(run).evaluated, reports(run)) == ([10, 30], [10, 20, 30])
     assert watch_once(run).evaluated == []
     points = RunReader(run).series("eval/documents/bpb/en")
-    assert list(zip(points.step, points.tokens, points.value, strict=True)) == [
-        (step, 100 * step, 1 / step) for step in (10, 20, 30)
-    ]
+    found = list(zip(points.step, points.tokens, points.value, strict=True))
+    assert found == [(step, 100 * step, 1 / step) for step in (10, 20, 30)]
 
 
 def test_a_checkpoint_that_another_watcher_has_is_left_to_it(run):
@@ -71,22 +69,19 @@ def test_a_checkpoint_deleted_before_it_was_evaluated_is_named(run):
         return report_of(step)
 
     watcher = watch_once(run, evaluate=evaluate)
-    assert watcher.evaluated == [10]
-    assert list(watcher.left_out) == [20]
+    assert (watcher.evaluated, list(watcher.left_out)) == ([10], [20])
 
 
-@pytest.mark.parametrize("kind", ["", "harness-"])
-def test_a_report_with_other_settings_is_kept_under_another_name(run, kind):
+def test_a_report_with_other_settings_is_kept_under_another_name(run):
     said: list[str] = []
     for limit in (1, 1, 2, 3):
         report = {**report_of(10), "settings": {"limit": limit, "texts": ()}}
-        write_report(report_path(run, 10, kind), report, said.append)
+        write_report(report_path(run, 10, "harness-"), report, said.append)
     assert len(said) == 2
-    assert f"{kind}step-00000010.earlier-1.json" in said[0]
+    assert "harness-step-00000010.earlier-1.json" in said[0]
     kept = {path.name: read_json(path)["settings"]["limit"] for path in (run / "eval").iterdir()}
-    assert kept == {
-        f"{kind}step-00000010{name}.json": n for name, n in {"": 3, ".earlier-1": 1, ".earlier-2": 2}.items()
-    }
+    names = {"": 3, ".earlier-1": 1, ".earlier-2": 2}
+    assert kept == {f"harness-step-00000010{name}.json": limit for name, limit in names.items()}
 
 
 def test_a_damaged_or_deleted_checkpoint_is_reported_and_skipped_and_tried_again_by_the_next_watcher(run):
@@ -98,14 +93,11 @@ def test_a_damaged_or_deleted_checkpoint_is_reported_and_skipped_and_tried_again
             raise BadInputError("a byte has changed")
         return report_of(step)
 
-    def full_disk(_):
-        raise OSError(28, "no space left")
-
     watcher = watch_once(run, evaluate=evaluate)
     gone = "its checkpoint was deleted or moved while it was being read"
     assert (watcher.evaluated, watcher.left_out) == ([30], {10: gone, 20: "a byte has changed"})
-    with pytest.raises(OSError, match="no space left"):  # any other error ends the watcher and frees the checkpoint
-        watch_once(run, evaluate=full_disk)
+    with pytest.raises(ZeroDivisionError):  # any other error ends the watcher and frees the checkpoint
+        watch_once(run, evaluate=lambda step: step / 0)
     assert watch_once(run).evaluated == [20]
 
 
@@ -119,18 +111,12 @@ def test_what_a_watcher_found_after_it_lost_its_claim_is_dropped(run):
     assert not report_path(run, 10).exists()
 
 
-# ---- real processes -------------------------------------------------------------------------------------------
-
-
-def bits(run: Path, step: int) -> dict[str, bytes]:
-    """Every weight, every moment, every counter of a checkpoint."""
-    folder = checkpoint_folder(run, step)
+def bits(run: Path) -> dict[str, bytes]:
+    folder = checkpoint_folder(run, 30)
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
 
 
-def test_training_beside_a_watcher_that_is_killed_and_started_again_ends_with_the_same_bits(
-    trained_workspace, tmp_path, start
-):
+def test_training_beside_a_watcher_that_is_killed_and_restarted_ends_with_its_bits(trained_workspace, tmp_path, start):
     """The run of all tests was trained alone; here it is trained once more, with a watcher beside it."""
     alone = trained_workspace.run("tiny")
     work = tmp_path / "work"
@@ -152,7 +138,7 @@ def test_training_beside_a_watcher_that_is_killed_and_started_again_ends_with_th
     assert training.wait() == 0, training.text()
     assert second.wait() == 0, second.text()
 
-    assert bits(run, 30) == bits(alone, 30)
+    assert bits(run) == bits(alone)
     assert reports(run) == every_step, "nothing is lost"
     assert RunReader(run).series("eval/documents/bpb/en").step.tolist() == every_step
     assert f"{len(every_step) - len(done_before)} checkpoints evaluated" in second.text()

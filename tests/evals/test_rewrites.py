@@ -12,18 +12,10 @@ from zero2all.cli.evaluate import named_tasks
 from zero2all.common.errors import UsageError
 from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
 from zero2all.evals.judge import JudgeOptions
+from zero2all.evals.rewrites import measure
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
 from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
-from zero2all.evals.rewrites.measure import (
-    ModelAnswer,
-    Said,
-    gap_of,
-    gap_spread,
-    measure_rewrites,
-    rewrite_figures,
-    rewrite_lines,
-    write_once,
-)
+from zero2all.evals.rewrites.measure import ModelAnswer, Said, gap_of, measure_rewrites, rewrite_lines
 from zero2all.evals.rewrites.options import HARDEST
 from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
 from zero2all.evals.tasks.list import read_tasks
@@ -39,7 +31,6 @@ PENS = Item("pens", "3 pens cost 4 yuan each. How many yuan do they cost?", answ
 
 
 def made(name, item, seed=0):
-    """What one or more rewrites make of an item."""
     return rewritten(item, chosen_rewrites([name])[name], seed)
 
 
@@ -48,15 +39,11 @@ def only(name, item, seed=0):
     return found
 
 
-# ---- options --------------------------------------------------------------------------------------------------
-
-
 def test_labels_are_others_and_the_right_one_stays_right():
     labels_of = {"han": "一二三四", "stems": "甲乙丙丁", "circled": "①②③④", "digits": "1234", "letters": "JKLM"}
     for name, labels in labels_of.items():
         item = only(f"R1.{name}", WATER)
-        assert item.choices == tuple(labels)
-        assert item.answer == labels[1]
+        assert (item.choices, item.answer) == (tuple(labels), labels[1])
         assert f"{labels[1]}．H2O" in item.question
         assert order_of(item) == (0, 1, 2, 3)
     item = only("R1.bullets", CAPITAL)
@@ -68,38 +55,29 @@ def test_rotations_hold_every_option_in_every_place_once():
     items = made("R2", CAPITAL)
     assert [item.gold for item in items] == [2, 1, 0, 3]
     assert all(item.choices[item.gold] == item.answer == "Paris" for item in items)
-    assert [sorted(item.choices[place] for item in items) for place in range(4)] == [sorted(CAPITAL.choices)] * 4
     assert all(CAPITAL.choices[order_of(item)[place]] == item.choices[place] for item in items for place in range(4))
 
 
 def test_none_of_the_others_replaces_the_right_option_or_a_wrong_one_where_that_fits():
     gold, other = only("R3", WATER), only("R4", WATER)
-    assert gold.answer == gold.choices[1] == "其他选项均不正确"
-    assert "H2O" not in gold.choices
-    assert other.answer == "H2O"
-    assert other.choices.count("其他选项均不正确") == 1
-    assert order_of(gold) == (0, -1, 2, 3)
-    for question in ("下列最大的是？", "Which is NOT a city?", "Which is the best answer?", "下列错误的是"):
+    assert gold.choices == ("CO2", gold.answer, "O2", "H2O2")
+    assert (gold.answer, order_of(gold)) == ("其他选项均不正确", (0, -1, 2, 3))
+    assert (other.answer, other.choices.count("其他选项均不正确")) == ("H2O", 1)
+    for question in ("下列最大的是？", "Which is NOT a city?", "Which is the best answer?"):
         assert [made(name, replace(CAPITAL, question=question)) for name in ("R3", "R4")] == [[], []]
     item = replace(CAPITAL, choices=("Rome", "Oslo", "Paris", "None of the above"))
     assert [made(name, item) for name in ("R2", "R3", "R4")] == [[], [], []]
 
 
 def test_of_several_right_options_one_is_left_and_of_one_right_option_the_question_is_turned():
-    several = replace(CAPITAL, extra={"golds": (0, 2)})
-    item = only("R5", several)
+    item = only("R5", replace(CAPITAL, extra={"golds": (0, 2)}))
     assert sorted(item.choices) in (["Lima", "Oslo", "Paris"], ["Lima", "Oslo", "Rome"])
     assert item.answer in ("Paris", "Rome")
     turned = only("R5", CAPITAL)
     assert turned.question.startswith("Which of these is not a right answer?")
-    assert len(turned.choices) == 2
-    assert turned.answer != "Paris"
-    assert "Paris" in turned.choices
+    assert {*turned.choices} == {turned.answer, "Paris"} != {"Paris"}
     hardest = only("R6", replace(CAPITAL, extra={HARDEST: 0}))
     assert (sorted(hardest.choices), hardest.answer) == (["Paris", "Rome"], "Paris")
-
-
-# ---- wording --------------------------------------------------------------------------------------------------
 
 
 def test_wording_becomes_a_short_answer_a_proposal_or_a_statement():
@@ -124,21 +102,10 @@ def test_an_irrelevant_sentence_comes_first_and_another_language_needs_a_transla
 
 
 def test_every_option_stands_in_the_context_as_the_answer():
-    item = only("R16", PASSAGE)
-    first, *told = item.context.split("\n")
+    first, *told = only("R16", PASSAGE).context.split("\n")
     assert first == PASSAGE.context
     assert sorted(told) == sorted(f"{CAPITAL.question} The answer is {choice}." for choice in CAPITAL.choices)
     assert only("R16", GOES_ON).question.count("The capital of France is") == 5
-
-
-def test_paraphrases_are_those_the_item_brings_along():
-    assert made("R18.all", CAPITAL) == []
-    item = replace(CAPITAL, extra={"paraphrases": ("France's capital?", "Where does France govern from?")})
-    assert [each.question for each in made("R18.all", item)] == list(item.extra["paraphrases"])
-    assert only("R18.one", item).question in item.extra["paraphrases"]
-
-
-# ---- surface and numbers --------------------------------------------------------------------------------------
 
 
 def test_surface_changes_keep_the_words():
@@ -148,17 +115,16 @@ def test_surface_changes_keep_the_words():
     assert made("R11.wording", CAPITAL)[0].question == "Q: What is the capital of France?\nA:"
     assert only("R11.numerals", PENS).question.startswith("three pens cost four yuan")
     assert [made(name, CAPITAL) for name in ("R11.width", "R11.traditional", "R11.numerals")] == [[], [], []]
-    assert [chinese_numeral(number) for number in (0, 10, 12, 20, 99)] == ["零", "十", "十二", "二十", "九十九"]
-    assert [english_numeral(number) for number in (0, 13, 20, 42)] == ["zero", "thirteen", "twenty", "forty-two"]
+    assert [chinese_numeral(number) for number in (0, 10, 12, 99)] == ["零", "十", "十二", "九十九"]
+    assert [english_numeral(number) for number in (13, 20, 42)] == ["thirteen", "twenty", "forty-two"]
     assert made("R11.numerals", replace(PENS, question="In 1999 it was 3.5 m, 100 %, 7th.")) == []
 
 
 def test_other_numbers_give_another_answer():
-    for seed in range(5):
-        item = only("R12", PENS, seed)
-        pens, yuan = (int(word) for word in item.question.split() if word.isdigit())
-        assert (pens, yuan) != (3, 4)
-        assert int(item.answer) == pens * yuan
+    item = only("R12", PENS)
+    pens, yuan = (int(word) for word in item.question.split() if word.isdigit())
+    assert (pens, yuan) != (3, 4)
+    assert int(item.answer) == pens * yuan
     solution = "She sold 48/2 = 24 clips in May. Together 48+24 = 72 clips. The answer is 72."
     clips = Item("clips", "She sold 48 clips, then half as many.", answer=solution, extra={"number": "72"})
     item = only("R12", clips)
@@ -169,8 +135,6 @@ def test_other_numbers_give_another_answer():
     for question, answer in unknown.items():
         assert made("R12", replace(PENS, question=question, answer=answer)) == []
 
-
-# ---- all of them ----------------------------------------------------------------------------------------------
 
 EVERY_CHAIN = [name for name, rewrite in REWRITES.items() if not isinstance(rewrite, ShotRewrite)]
 
@@ -191,8 +155,7 @@ def test_every_rewrite_makes_items_that_can_be_asked_with_their_lineage_and_the_
 
 def test_rewrites_follow_one_another_and_other_shapes_do_not_fit():
     items = made("R13+R2", CAPITAL)
-    assert len(items) == 4
-    assert lineage_of(items[3])["rewrites"] == ["R13", "R2"]
+    assert (len(items), lineage_of(items[3])["rewrites"]) == (4, ["R13", "R2"])
     assert all(item.question != CAPITAL.question and item.choices[item.gold] == "Paris" for item in items)
     assert made("R3+R2", CAPITAL) != []
     assert made("R10+R2", CAPITAL) == []  # whole sentences have no options to turn
@@ -202,7 +165,6 @@ def test_rewrites_follow_one_another_and_other_shapes_do_not_fit():
 
 def test_names():
     assert list(chosen_rewrites(["R18", "R2"])) == ["R18.one", "R18.all", "R2"]
-    assert next(iter(chosen_rewrites(["R1"]))) == "R1.han"
     assert "R10" not in chosen_rewrites(["R1"])
     assert len(chosen_rewrites(["all"])) == len(REWRITES)
     assert {name.partition(".")[0] for name in REWRITES} == {f"R{n}" for n in (*range(1, 17), 18)}
@@ -213,16 +175,12 @@ def test_names():
 
 
 def test_examples_can_be_wrong_or_balanced():
-    shots = tuple(replace(CAPITAL, id=str(number)) for number in range(8))
-    task = Task("t", "en", (WATER,), shots)
+    task = Task("t", "en", (WATER,), tuple(replace(CAPITAL, id=str(number)) for number in range(8)))
     wrong = REWRITES["R14.wrong"].task(task, 0).shots
     assert all(shot.gold != 2 and shot.answer == shot.choices[shot.gold] for shot in wrong)
     balanced = REWRITES["R14.balanced"].task(task, 0).shots
     assert [shot.gold for shot in balanced] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert all(shot.answer == "Paris" for shot in balanced)
-
-
-# ---- the comparison -------------------------------------------------------------------------------------------
 
 
 def answer(right):
@@ -244,18 +202,6 @@ def test_the_gap_is_paired():
     assert gap_of([], [], True)["gap"] is None
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says():
-    rng = random.Random(0)
-    truth = 0.6 * 0.5 - 0.4 * 0.2  # right before and lost, wrong before and won
-    inside = 0
-    for _ in range(300):
-        befores = [rng.random() < 0.6 for _ in range(80)]
-        afters = [(rng.random() >= 0.5) if before else (rng.random() < 0.2) for before in befores]
-        low, high = gap_of([*map(answer, befores)], [*map(answer, afters)], True)["gap_interval"]
-        inside += low <= truth <= high
-    assert 0.91 <= inside / 300 <= 0.99
-
-
 def rotated(rng, items, options, known, liking, golds, remembered=0.0):
     """Answers to items and to the other rotations of their options. The model knows some, remembers of some only the
     label, and guesses the others by its own liking."""
@@ -272,64 +218,31 @@ def rotated(rng, items, options, known, liking, golds, remembered=0.0):
     return before, after
 
 
-def share_with_a_gap(draws, seed=0, **model):
-    rng = random.Random(seed)
+def share_with_a_gap(draws, **model):
+    rng = random.Random(0)
     return sum(gap_of(*rotated(rng, **model), True)["gap_interval"][0] > 0 for _ in range(draws)) / draws
 
 
-@pytest.mark.parametrize(
-    ("known", "liking", "golds"),
-    [
-        (0.4, (1, 1, 1, 1), (1, 1, 1, 1)),
-        (0.0, (1, 0, 0, 0), (7, 1, 1, 1)),
-        (0.4, (6, 1, 2, 1), (5, 2, 2, 1)),
-        (0.0, (1, 0), (1, 1)),
-        (0.4, (3, 1), (3, 1)),
-    ],
-    ids=str,
-)
+GUESSERS = [(0.0, (1, 0, 0, 0), (7, 1, 1, 1)), (0.4, (6, 1, 2, 1), (5, 2, 2, 1)), (0.0, (1, 0), (1, 1))]
+
+
+@pytest.mark.parametrize(("known", "liking", "golds"), GUESSERS, ids=str)
 def test_a_guesser_shows_no_memorisation_whatever_labels_it_likes(known, liking, golds):
     model = {"items": 100, "options": len(liking), "known": known, "liking": liking, "golds": golds}
-    assert share_with_a_gap(100, **model) <= 0.05
+    assert share_with_a_gap(40, **model) <= 0.05
 
 
 def test_a_model_that_remembers_labels_shows_it():
     model = {"items": 100, "options": 4, "known": 0.2, "liking": (3, 1, 1, 1), "golds": (1, 1, 1, 1)}
-    assert share_with_a_gap(50, remembered=0.4, **model) >= 0.95
+    assert share_with_a_gap(20, remembered=0.4, **model) >= 0.95
     found = gap_of(*rotated(random.Random(1), remembered=1.0, **(model | {"known": 0.0})), True)
     assert (found["original"], found["rewritten"], found["gap"], found["all_right"]) == (1.0, 0.0, 1.0, 0.0)
 
 
-def test_who_must_write_what_could_be_guessed_before_is_not_blamed_for_it():
-    rng = random.Random(0)
-    guesses = [Said(4, rng.randrange(4), 0, False) for _ in range(400)]
-    before = [ModelAnswer((each._replace(correct=each.gold == 0),), None, None) for each in guesses]
-    found = gap_of(before, [answer(False)] * 400, False)
-    assert found["original"] == pytest.approx(0.25, abs=0.05)
-    assert found["rewritten"] == 0.0
-    assert found["expected"] == pytest.approx(0.0, abs=0.06)
-    assert found["gap_interval"][0] <= 0
-
-
-def test_a_model_that_always_says_a_has_no_gap_under_rotation(bigram, border_tokenizer, logits):
-    """Asked as everything is asked: a label after the colon is A, whatever stands in the options."""
-    colon = border_tokenizer.encode_text("：")[-1]
-    logits[colon, border_tokenizer.encode_text("A")[0]] = 9.0
-    texts = ("北京", "Rome")
-    items = tuple(Item(str(n), f"首都{n}？", texts, n % 2, texts[n % 2], "zh") for n in range(40))
-    task = Task("labels", "zh", items, forms=("choice",))
-    engine = Engine(bigram(logits, max_seq_len=256))
-    (row,) = measure_rewrites(engine, [task], chosen_rewrites(["R2"]), JudgeOptions(shots=0))["labels"]["rows"]
-    assert (row["original"], row["rewritten"], row["all_right"]) == (0.5, 0.5, 0.0)
-    assert row["gap_interval"][0] <= 0
-    assert row["gap"] < 0.1
-
-
 def test_rewrites_are_asked_of_a_model_and_compared(trained):
-    items = tuple(
-        Item(country, f"{country}的首都是", ("北京", "巴黎", "东京"), gold, capital, "zh", shape=CONTINUE)
-        for gold, (country, capital) in enumerate((("中国", "北京"), ("法国", "巴黎"), ("日本", "东京")))
-    )
+    cities = ("北京", "巴黎", "东京")
+    asked = [(f"{country}的首都是", gold) for gold, country in enumerate(("中国", "法国", "日本"))]
+    items = tuple(Item(text, text, cities, gold, cities[gold], "zh", shape=CONTINUE) for text, gold in asked)
     task = Task("capitals", "zh", items, forms=("cloze", "choice"))
     chains = chosen_rewrites(["R2", "R6", "R10", "R13", "R18", "R14.5", "R8"])
     found = measure_rewrites(Engine(trained), [task], chains)["capitals"]
@@ -342,54 +255,37 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R18.one", "cloze"]["skipped"] == {"the rewrite does not fit": 3}
     assert rows["R14.5", "cloze"]["skipped"] == {"too few examples": 3}
     assert rows["R8", "generate"]["items"] == 0
+    only_cloze = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), JudgeOptions(["cloze"], 0))
+    assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": only_cloze})
     assert found["spread"]["cloze"][0] <= rows["R10", "cloze"]["gap"] <= found["spread"]["cloze"][1]
     assert set(found["consistency"]) == {"cloze", "choice"}
-    assert all(0 <= share <= 1 for share in found["consistency"].values())
     section = {"tasks": {"capitals": found}}
-    assert rewrite_figures(section)["eval/rewrites/gap/capitals/R2/choice"] == rows["R2", "choice"]["gap"]
+    assert measure.rewrite_figures(section)["eval/rewrites/gap/capitals/R2/choice"] == rows["R2", "choice"]["gap"]
     lines = rewrite_lines(section)
     assert any("R13" in line and "%" in line for line in lines)
     assert any("all items left out (too few examples): R14.5" in line for line in lines)
     gaps = [("cloze", -0.7), ("choice", 0.1), ("choice", 0.3), ("generate", None)]
-    spread = gap_spread([{"baseline": "choice", "form": form, "gap": gap} for form, gap in gaps])
+    spread = measure.gap_spread([{"baseline": "choice", "form": form, "gap": gap} for form, gap in gaps])
     assert spread == {"choice": (0.1, 0.3)}, "only within the same forms"
 
 
-def test_rewrites_are_asked_in_the_forms_that_were_chosen(trained):
-    task = Task("capital", "en", (CAPITAL,), forms=("cloze", "choice"))
-    chains = chosen_rewrites(["R1.digits", "R13"])
-    found = measure_rewrites(Engine(trained), [task], chains, JudgeOptions(["cloze"], 0))["capital"]
-    assert [(row["rewrite"], row["baseline"]) for row in found["rows"]] == [("R13", "cloze")]
-    none = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), JudgeOptions(["cloze"], 0))
-    assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": none})
-
-
 def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):
-    task = Task("exam", "zh", (WATER, PASSAGE, PENS))
-    assert write_once([task], tmp_path) == {"exam": 2}
+    assert measure.write_once([Task("exam", "zh", (WATER, PASSAGE, PENS))], tmp_path) == {"exam": 2}
     texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     assert texts[1] == "France is a country.\nWhat is the capital of France?\nA. Rome\nB. Oslo\nC. Paris\nD. Lima"
     (again,) = read_tasks(tmp_path / "ask", ["exam"])
-    assert [(item.id, item.question, item.choices, item.gold) for item in again.items] == [
-        (item.id, item.question, item.choices, item.gold) for item in (WATER, PASSAGE)
-    ]
-    assert again.items[1].context == PASSAGE.context
-
-
-# ---- the command line -----------------------------------------------------------------------------------------
+    for item, given in zip(again.items, (WATER, PASSAGE), strict=True):
+        assert replace(item, subject="", extra={}) == replace(given, subject="", extra={})
 
 
 @pytest.fixture
 def capitals(trained_workspace, tmp_path):
-    """A copy of the trained workspace, and a folder with a benchmark."""
     shutil.copytree(trained_workspace.root, tmp_path / "work")
     path = tmp_path / "data/capitals/test.jsonl"
     path.parent.mkdir(parents=True)
     asked = {"中国的首都是": 0, "法国的首都是": 1, "月球上的首都叫什么名字呢": 1}
-    rows = [
-        {"id": question, "question": question, "choices": ["北京", "巴黎"], "answer": n}
-        for question, n in asked.items()
-    ]
+    common = {"choices": ["北京", "巴黎"]}
+    rows = [{"id": text, "question": text, "answer": answer, **common} for text, answer in asked.items()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "work", tmp_path / "data"
 
@@ -419,20 +315,14 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
 
 def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):
     tasks = {task.name: task for task in named_tasks(["quickstart-facts"], tmp_path / "nowhere")}
-    assert set(tasks) == {
-        f"quickstart-{kind}-{language}" for kind in ("facts", "unread-facts") for language in ("en", "zh")
-    }
+    assert set(tasks) == {f"quickstart-{kind}-{each}" for kind in ("facts", "unread-facts") for each in ("en", "zh")}
     for language in ("en", "zh"):
         text = "\n".join(document.text for document in documents(language, 3_300_000, WORLD_SEED))  # as trained on
         for item in tasks[f"quickstart-facts-{language}"].items:
             check_item(item)
-            joined = {
-                question: {question + joiner + item.answer for joiner in ("", " ", "\n")}
-                for question in (item.question, *item.extra["paraphrases"])
-            }
-            assert any(form in text for form in joined[item.question])
+            assert any(item.question + joiner + item.answer in text for joiner in ("", " ", "\n"))
             for other in item.extra["paraphrases"]:
-                assert not any(form in text for form in joined[other])
+                assert not any(other + joiner + item.answer in text for joiner in ("", " ", "\n"))
         for item in tasks[f"quickstart-unread-facts-{language}"].items:
             check_item(item)
             assert item.id.partition("/")[2] not in text

@@ -9,7 +9,6 @@ NVJET = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 
 
 def event(cat: str, name: str, start: float, end: float, **args) -> dict:
-    """Milliseconds."""
     return {"ph": "X", "cat": cat, "name": name, "ts": 1e3 * start, "dur": 1e3 * (end - start), "tid": 1, "args": args}
 
 
@@ -38,15 +37,9 @@ GPU_STEP = [
 def test_every_instant_of_a_step_on_a_gpu_belongs_to_one_group():
     found = anatomy_of(GPU_STEP)
     assert (found.kind, found.steps, found.seconds) == ("cuda", 1, pytest.approx(0.1))
-    assert {name: round(1e3 * seconds, 6) for name, seconds in found.groups.items() if seconds} == {
-        "GEMM": 20,
-        "element-wise": 11,
-        "loss": 5,
-        "communication": 10,
-        "memory copies": 5,
-        "optimizer": 10,
-        "idle between kernels": 39,
-    }
+    groups = {name: round(1e3 * seconds, 6) for name, seconds in found.groups.items() if seconds}
+    busy = {"GEMM": 20, "element-wise": 11, "loss": 5, "communication": 10, "memory copies": 5, "optimizer": 10}
+    assert groups == {**busy, "idle between kernels": 39}
     assert sum(found.groups.values()) == pytest.approx(found.seconds)
 
 
@@ -68,28 +61,19 @@ def test_figures_are_those_of_one_of_several_steps():
             one["args"] = {**one["args"], "correlation": one["args"]["correlation"] + 100}
     found = anatomy_of([*GPU_STEP, *later])
     once = anatomy_of(GPU_STEP)
-    assert found.steps == 2
-    assert found.groups == pytest.approx(once.groups)
+    assert (found.steps, found.groups) == (2, pytest.approx(once.groups))
     assert {row.name: row.calls for row in found.rows} == {row.name: row.calls for row in once.rows}
 
 
 def test_on_a_cpu_an_operator_has_only_its_own_time():
-    found = anatomy_of(
-        [
-            event("user_annotation", STEP, 0, 100),
-            event("cpu_op", "aten::linear", 0, 40),
-            event("cpu_op", "aten::mm", 10, 40, **{"Input Dims": [[8, 16], [16, 4]]}),
-            event("cpu_op", "autograd::engine::evaluate_function: SiluBackward0", 50, 90),
-            event("cpu_op", "SiluBackward0", 51, 89),
-            event("cpu_op", "aten::silu_backward", 60, 80),
-        ]
-    )
+    linear = event("cpu_op", "aten::mm", 10, 40, **{"Input Dims": [[8, 16], [16, 4]]})
+    backward = event("cpu_op", "autograd::engine::evaluate_function: SiluBackward0", 50, 90)
+    within = [event("cpu_op", "SiluBackward0", 51, 89), event("cpu_op", "aten::silu_backward", 60, 80)]
+    step = [event("user_annotation", STEP, 0, 100), event("cpu_op", "aten::linear", 0, 40)]
+    found = anatomy_of([*step, linear, backward, *within])
     assert found.kind == "cpu"
-    assert {name: round(1e3 * seconds) for name, seconds in found.groups.items() if seconds} == {
-        "GEMM": 40,
-        "element-wise": 20,
-        "between operators": 40,
-    }
+    groups = {name: round(1e3 * seconds) for name, seconds in found.groups.items() if seconds}
+    assert groups == {"GEMM": 40, "element-wise": 20, "between operators": 40}
     assert found.rows[0].flops == 2 * 8 * 16 * 4
 
 

@@ -40,8 +40,11 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(f"{FIGURES}.CPU_GRID_WIDTHS", (64,))
     monkeypatch.setattr(f"{FIGURES}.CPU_GRID_TOKENS", (64,))
     monkeypatch.setattr(module, "other_settings", lambda _setting: iter(()))
-    for name, value in {"SECONDS": 0.0, "WARM_UP_SECONDS": 0.0, "HOST_SECONDS": 0.0}.items():
-        monkeypatch.setattr(module, name, value)
+    for name in ("SECONDS", "WARM_UP_SECONDS", "HOST_SECONDS"):
+        monkeypatch.setattr(module, name, 0.0)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -49,32 +52,22 @@ def config():
     return load_measured_config("quickstart", TINY)[0]
 
 
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_calibration_is_a_profile_that_predicts(config, threads):
+def test_a_calibration_is_a_profile_that_predicts(config):
     found = calibrate([(config, BATCH)], most_seconds=60.0)
-    assert found.failed == {}
-    assert found.left == []
+    assert (found.failed, found.left) == ({}, [])
     machine = read_machine(found.path)
     assert machine == found.machine
     sizes = {(one.kind, one.m, one.n, one.k) for one in machine.matmuls}
     assert {("forward", 64, 64, 32), ("dgrad", 64, 32, 64), ("wgrad", 64, 32, 64)} <= sizes  # qkv on 64 tokens
     assert {"rms_norm", "rms_norm/backward", "swiglu", "linear_cross_entropy", "adamw"} <= machine.operators.keys()
     assert calibrate([(config, BATCH)], most_seconds=60.0).measured == 0  # everything is known
-
     ops = operators_for(config, machine, BATCH.seq_len)
     own = machine_for(machine, found.path, ops.taken, CPU)
     assert own.operators == machine.operators
     seen = predict(config, BATCH, own, ops, config.parallel.asked_sizes(1))
     assert seen.step.lower <= seen.step.interval[0] <= seen.step.estimate <= seen.step.interval[1] <= seen.step.upper
     assert sum(seen.components.values()) == pytest.approx(seen.step.estimate)
-    assert seen.fits
-    assert seen.cost is None
+    assert (seen.fits, seen.cost) == (True, None)
     assert json.dumps(seen.as_json())
 
 
@@ -90,7 +83,7 @@ def test_a_config_with_muon_is_calibrated_with_adamw_whose_update_predictions_kn
     assert seen == ["adamw", "adamw"]
 
 
-def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, threads, monkeypatch):
+def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, monkeypatch):
     monkeypatch.setattr(f"{FIGURES}._stream", lambda *_: {"bytes_per_second": 1e9, "spread": 0})
     monkeypatch.setattr(f"{FIGURES}._over_gradients", broken)
     found = calibrate([(config, BATCH)], most_seconds=60.0)
@@ -99,7 +92,7 @@ def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, threa
     assert "rms_norm" in found.machine.operators
 
 
-def test_without_most_figures_there_is_no_profile_and_each_reason_is_one_line(config, threads, monkeypatch):
+def test_without_most_figures_there_is_no_profile_and_each_reason_is_one_line(config, monkeypatch):
     monkeypatch.setattr(f"{FIGURES}.product", broken)
     with pytest.raises(BadInputError, match="No profile was written") as refused:
         calibrate([(config, BATCH)], most_seconds=60.0)
@@ -127,11 +120,8 @@ def test_the_float8_product_runs_as_the_float8_layer_does(monkeypatch):
         assert a.dtype.itemsize == b.dtype.itemsize == 1
         return (a.float() * scale_a @ (b.float() * scale_b).t()).to(dtype)
 
-    def scale_of(x, dtype):
-        return kernels.scale_from_peaks(x.abs().float().flatten(), dtype)
-
     monkeypatch.setattr(kernels, "quantise", quantise)
-    monkeypatch.setattr(kernels, "scale_of", scale_of)
+    monkeypatch.setattr(kernels, "scale_of", lambda x, dtype: kernels.scale_from_peaks(x.abs().flatten(), dtype))
     monkeypatch.setattr(layer, "_matmul", matmul)
     for kind in ("forward", "dgrad", "wgrad"):
         seen.clear()
@@ -143,24 +133,21 @@ def test_the_float8_product_runs_as_the_float8_layer_does(monkeypatch):
 
 
 def test_products_are_brought_to_the_clock_of_a_real_step():
+    sizes = {"tokens": 64, "seq_len": 64, "heads": 1, "kv_heads": 1, "head_size": 64}
     figures = {
         "stream": {"bytes_per_second": 1e11},
         "launch": {"launch_seconds": 1e-6, "host_op_seconds": 1e-6},
         "peak/float32": {"flops_per_second": 1e12},
         "matmul/forward/float32/-/64x64x64": {"seconds": 2.0, "spread": 0.0, "clock": 1.1},
         "operator/rms_norm/torch/64": {"bytes": 10.0, "forward": 1.0, "spread": 0.0},
-        "attention/sdpa/64": {
-            **{"tokens": 64, "seq_len": 64, "heads": 1, "kv_heads": 1, "head_size": 64},
-            **{"forward": 1.0, "backward": 2.0},
-        },
+        "attention/sdpa/64": {**sizes, "forward": 1.0, "backward": 2.0},
     }
     taken = {"linear": "plain", "attention": "sdpa", "optimizer": "eager", "swiglu": "torch", "rms_norm": "torch"}
     alone = module.machine_of(figures, {"device": "cpu"}, CPU, taken, {"watts": 400.0})
     assert alone.matmuls[0].seconds == pytest.approx(2.2)  # at a clock 10 % above the settled one
     step = {"seconds": 11.0, "predicted": 10.0, "matmul": 4.0, "attention": 1.0, "watts": 690.0}
     both = module.machine_of({**figures, "anchor/x": step}, {"device": "cpu"}, CPU, taken, {"watts": 400.0})
-    assert clock_factor(step) == pytest.approx(1.2)
-    assert both.matmuls[0].seconds == pytest.approx(1.2 * 2.2)
+    assert (clock_factor(step), both.matmuls[0].seconds) == (pytest.approx(1.2), pytest.approx(1.2 * 2.2))
     assert (both.attention[0].forward, both.attention[0].backward) == pytest.approx((1.2, 2.4))
     assert both.operators == alone.operators  # memory does not follow the clock
     assert both.rate_of("float32") == pytest.approx(alone.rate_of("float32") / 1.2)
@@ -174,26 +161,17 @@ def test_the_power_of_products_and_attention_follows_from_steps_at_the_power_lim
     for matmul, attention, rest in ((7.0, 1.0, 2.0), (4.0, 3.0, 3.0)):
         whole = matmul + attention + rest
         clock = machine.clock_factor(matmul, attention, whole)
-        parts = {"matmul": matmul / factor, "attention": attention / factor}
-        anchors.append(
-            {"seconds": rest + clock * (matmul + attention), "predicted": rest + sum(parts.values()), **parts}
-        )
+        parts = {"matmul": matmul / factor, "attention": attention / factor, "seconds": rest + clock * (whole - rest)}
+        anchors.append({**parts, "predicted": rest + (matmul + attention) / factor})
     heater = 1 / (1.1 * factor**3)
     assert module.power_draws(anchors, heater, factor) == pytest.approx(draw)
     assert machine.clock_factor(1.0, 0.0, 1.0) > machine.clock_factor(0.5, 0.5, 1.0) > machine.clock_factor(0.5, 0.0, 1)
 
 
-def test_what_an_offloaded_step_takes_once_is_not_extrapolated():
-    found = module._with_larger(TimeCurve(((1.0, 0.5), (2.0, 0.7))))  # 0.3 s, and 0.2 s for each
-    assert found.seconds(8.0) == pytest.approx(1.9)
-    assert found.seconds(64.0) == pytest.approx(13.1)
-
-
-def test_an_anchor_is_a_real_step_beside_its_prediction(config, threads, monkeypatch):
+def test_an_anchor_is_a_real_step_beside_its_prediction(config, monkeypatch):
     machine = dataclasses.replace(named_cluster("h200"), multiprocessors=0)
-    for name, value in {"LAYERS": 2, "PASSES": 2}.items():
+    for name, value in {"LAYERS": 2, "PASSES": 2, "BELIEVABLE": (-1e9, 1e9)}.items():
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(module, "BELIEVABLE", (-1e9, 1e9))
     setting = Setting(config, operators_for(config, machine, BATCH.seq_len), BATCH, CPU)
     figure = module.anchor_figure(setting, lambda: machine)
     value = figure.measure(Stopwatch(CPU))
@@ -269,9 +247,10 @@ def test_a_stale_profile_is_refused_with_everything_that_changed():
 
 
 def test_the_spread_is_the_interquartile_range_points_of_one_size_are_one_and_the_heater_outlasts_the_queueing():
-    assert timed([1.0, 2.0, 3.0, 4.0, 5.0]).spread == pytest.approx(2 / 3)
-    assert timed([2.0]).spread == 0.0
+    assert (timed([1.0, 2.0, 3.0, 4.0, 5.0]).spread, timed([2.0]).spread) == (pytest.approx(2 / 3), 0.0)
     assert Stopwatch(CPU).warm_up(1.0) == (1.0, 1.0)
     assert curve([(200.0, 3.0), (100.0, 1.0), (100.5, 2.0)]).points == ((100.0, 1.5), (200.0, 3.0))
+    offloaded = module._with_larger(TimeCurve(((1.0, 0.5), (2.0, 0.7))))  # 0.3 s once, and 0.2 s for each
+    assert [offloaded.seconds(size) for size in (8.0, 64.0)] == pytest.approx([1.9, 13.1])
     # twice as long as was measured, and once before the clock has settled
     assert [heats_to_hide(*given) for given in ((0.0001, 0.0035), (0.006, 0.0035), (0.006, 0.0))] == [1, 4, 1]

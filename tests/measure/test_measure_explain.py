@@ -19,12 +19,6 @@ def findings(made: MadeRun) -> dict[str, str]:
     return {each.what: f"{each.evidence} | {each.change} | {each.worth}" for each in explained(made).findings}
 
 
-def test_a_good_run_has_nothing_to_change(tmp_path):
-    explanation = explained(MadeRun(tmp_path / "good").write(1, 200))
-    assert explanation.findings == []
-    assert "limited by forward and backward" in explanation.limit
-
-
 def test_the_time_of_a_run_is_cut_into_its_parts(tmp_path):
     made = MadeRun(tmp_path / "run", evaluate_every=50, save_every=20).write(1, 100, "failed")
     made.now += 20.0
@@ -32,15 +26,10 @@ def test_the_time_of_a_run_is_cut_into_its_parts(tmp_path):
     made.now += 10.0
     made.write(81, 120, resumed_from=80)
     account = read_record(made.folder).account
-    assert account.seconds == pytest.approx(
-        {
-            **{"steps": 120.0, "lost steps": 20.0, "start": 10.0, "load": 0.0, "save": 3.5},
-            # of steps 50 and 100, and of 100 again
-            **{"validate": 9.0, "hang wait": 20.0, "restart": 10.0, "other": 0.0},
-        },
-        rel=0.02,
-        abs=0.01,
-    )
+    # 9 s: of steps 50 and 100, and of 100 again
+    expected = {"steps": 120.0, "lost steps": 20.0, "start": 10.0, "load": 0.0, "save": 3.5, "validate": 9.0}
+    expected |= {"hang wait": 20.0, "restart": 10.0, "other": 0.0}
+    assert account.seconds == pytest.approx(expected, rel=0.02, abs=0.01)
     assert (account.steps, account.lost_steps, account.interruptions, account.stopped_seconds) == (120, 20, 1, 0.0)
     assert account.total_seconds == pytest.approx(made.now - 1_000_000.0)
 
@@ -48,13 +37,11 @@ def test_the_time_of_a_run_is_cut_into_its_parts(tmp_path):
 def test_time_that_a_person_stopped_the_run_is_not_counted(tmp_path):
     made = MadeRun(tmp_path / "run").write(1, 100, "preempted")
     made.now += 1000.0
-    record = read_record(made.write(101, 150, resumed_from=100).folder)
-    account = record.account
+    account = read_record(made.write(101, 150, resumed_from=100).folder).account
     assert account.seconds["steps"] == pytest.approx(150, rel=0.02)
     assert (account.total_seconds, account.stopped_seconds) == pytest.approx((160, 1000), rel=0.02)
     assert (account.starts, account.interruptions) == (2, 0)
     assert "interruptions" not in findings(made)
-    assert "limited by forward and backward" in explain(record).limit
 
 
 def test_a_save_in_the_background_stalls_where_it_began(tmp_path):
@@ -83,16 +70,12 @@ def test_steps_after_a_rollback_are_counted_and_those_before_it_are_lost(tmp_pat
     assert account.seconds["lost steps"] == pytest.approx(20, rel=0.02)
 
 
-def test_rows_of_every_tenth_step_stand_for_all_steps(tmp_path):
+def test_rows_of_every_tenth_step_stand_for_all_steps_and_mfu_needs_the_peak_of_the_device(tmp_path):
     made = MadeRun(tmp_path / "run").write(1, 200)
     made.rewrite(lambda lines: [line for line in lines if "values" not in line or line["step"] % 10 == 0])
-    account = read_record(made.folder).account
+    record = read_record(made.folder)
+    account = record.account
     assert (account.seconds["steps"], account.steps) == (pytest.approx(200, rel=0.02), 200)
-
-
-def test_mfu_comes_from_the_flops_of_the_model_and_needs_a_peak(tmp_path):
-    record = read_record(MadeRun(tmp_path / "run", evaluate_every=20).write(1, 100).folder)
-    assert record.flops is not None
     assert record.mfu("causal") == pytest.approx(512 * record.flops["causal"] / 989e12, rel=0.01)
     assert read_record(MadeRun(tmp_path / "other", device="cpu").write(1, 20).folder).mfu() is None
 
@@ -104,16 +87,9 @@ def test_mfu_comes_from_the_flops_of_the_model_and_needs_a_peak(tmp_path):
 def test_parts_of_a_step_in_which_nothing_is_computed(tmp_path, part, what):
     made = MadeRun(tmp_path / "run", parts=PARTS | {part: 3.0}).write(1, 50)
     found = findings(made)
-    assert "3e+03 ms of a step of" in found[what]
-    assert "more tokens/s" in found[what]
+    assert [words for words in ("3e+03 ms of a step of", "more tokens/s") if words not in found[what]] == []
     limit = "waiting for data" if part == "data_wait" else "communication (reduce and bubble)"
     assert f"limited by {limit}: 7" in explained(made).limit
-
-
-def test_validation_and_saves_that_take_too_much(tmp_path):
-    found = findings(MadeRun(tmp_path / "run", evaluate_every=10, save_every=5).write(1, 100))
-    assert "30 s of" in found["validation"]
-    assert "20 saves" in found["checkpoint stalls"]
 
 
 def test_interruptions_and_the_interval_that_would_suit_them(tmp_path):
@@ -121,15 +97,14 @@ def test_interruptions_and_the_interval_that_would_suit_them(tmp_path):
     assert "Daly" not in findings(made)["interruptions"], "one says nothing about the interval"
     for _ in range(2):
         made.write(41, 79, "failed", resumed_from=40)
-    found = findings(made.write(41, 100, resumed_from=40))
-    assert "4 restarts and 0 rollbacks" in found["interruptions"]
-    assert "instead of 40 s" in found["interruptions"]
-    assert "Daly" in found["interruptions"]
+    found = findings(made.write(41, 100, resumed_from=40))["interruptions"]
+    assert [words in found for words in ("4 restarts and 0 rollbacks", "instead of 40 s", "Daly")] == [True] * 3
 
 
-def test_a_run_that_gets_slower(tmp_path):
+def test_a_run_that_gets_slower_and_a_good_one_that_has_nothing_to_change(tmp_path):
     assert "first quarter" in findings(MadeRun(tmp_path / "a", slowdown=0.3).write(1, 100))["speed falls over the run"]
-    assert "speed falls over the run" not in findings(MadeRun(tmp_path / "b", noise=0.1).write(1, 100))
+    good = explained(MadeRun(tmp_path / "good", noise=0.05).write(1, 200))
+    assert (good.findings, "limited by forward and backward" in good.limit) == ([], True)
 
 
 def test_memory_that_is_nearly_full_fragmented_or_free(tmp_path):
@@ -154,12 +129,15 @@ def test_padding_is_read_from_the_index_beside_the_run(tmp_path):
     assert "10.0% of the token slots" in findings(made)["padding"]
 
 
-def test_failed_saves_come_first(tmp_path):
-    made = MadeRun(tmp_path / "run", evaluate_every=5).write(1, 50)
-    event = made.event(50, "checkpoint_failed", {"problem": "the disk is full", "stall_seconds": 0.1})
+def test_validation_and_saves_that_take_too_much_and_failed_saves_come_first(tmp_path):
+    made = MadeRun(tmp_path / "run", evaluate_every=10, save_every=5).write(1, 100)
+    found = findings(made)
+    assert "30 s of" in found["validation"]
+    assert "20 saves" in found["checkpoint stalls"]
+    event = made.event(100, "checkpoint_failed", {"problem": "the disk is full", "stall_seconds": 0.1})
     first = explained(made.rewrite(lambda lines: [*lines, event])).findings[0]
     assert first.what == "saves that failed"
-    assert "1 of 1 saves failed, the last: the disk is full" in first.evidence
+    assert "1 of 21 saves failed, the last: the disk is full" in first.evidence
 
 
 def test_what_is_missing_is_said_and_the_rest_is_used(tmp_path):

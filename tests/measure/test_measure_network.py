@@ -12,22 +12,13 @@ from tests.hostile import COUNTS, conversations, play
 from tests.ports import free_port
 from zero2all.common.errors import UsageError
 from zero2all.measure.doctor import network
-from zero2all.measure.doctor.network import (
-    listen,
-    look_at_ways,
-    measure_pairs,
-    measure_to,
-    pair_findings,
-    pair_rows,
-    split_address,
-)
+from zero2all.measure.doctor.network import listen, look_at_ways, measure_pairs, measure_to, pair_findings
 
 SECRET = b"a secret of sixteen bytes or more"
 
 
 @pytest.fixture(scope="module")
 def peers():
-    """Two listeners."""
     ports, ready = [free_port(), free_port()], threading.Semaphore(0)
     for port in ports:
         words = ("127.0.0.1", port, SECRET, lambda _address: ready.release())
@@ -50,12 +41,12 @@ def test_every_pair_is_measured(peers, monkeypatch):
         assert one.problem == ""
         assert one.latency > 0
         assert min(one.one_stream, one.streams) > 0
-    assert [row[:2] for row in pair_rows(found)[1:]] == [list(pair) for pair in found]
+    assert [row[:2] for row in network.pair_rows(found)[1:]] == [list(pair) for pair in found]
 
 
 def test_a_stranger_on_the_port_is_dropped_and_a_lost_peer_is_named(peers, monkeypatch):
     monkeypatch.setattr(network, "SECONDS", 0.1)
-    host, port = split_address(peers[0])
+    host, port = network.split_address(peers[0])
     with socket.create_connection((host, port), timeout=300) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with suppress(OSError):  # it may have been dropped already
@@ -95,7 +86,7 @@ def test_the_interface_and_the_variables_that_follow(monkeypatch):
 def test_an_address_that_is_none_is_refused():
     for text in ("host", "host:", ":1", "host:0", "host:70000", "host:x"):
         with pytest.raises(UsageError, match="Expected HOST:PORT"):
-            split_address(text)
+            network.split_address(text)
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -58,8 +58,7 @@ def test_the_benchmark_sees_an_error_and_goes_on_after_a_failure(tiny, monkeypat
     monkeypatch.setitem(OPERATORS, "swiglu", (*OPERATORS["swiglu"], Implementation("broken", broken), wrong))
     bench = bench_operators(tiny, tokens=16, only="swiglu", least_seconds=0.0, each=lambda _: None)
     *_, failed, found = bench.rows
-    assert failed.problem == "RuntimeError: no such kernel"
-    assert found.error == pytest.approx(0.01, rel=1e-3)
+    assert (failed.problem, found.error) == ("RuntimeError: no such kernel", pytest.approx(0.01, rel=1e-3))
     floor = 8 * 16 * 64 * 4 / bench.ceilings.copy_bytes_per_second  # 3 F forward, 5 F backward, of float32
     assert found.floor_percent == pytest.approx(1e5 * floor / (found.forward_ms + found.backward_ms))
     assert dataclasses.asdict(bench)["rows"][-1]["operator"] == "swiglu"

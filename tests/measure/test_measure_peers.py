@@ -18,18 +18,11 @@ def test_ratios_take_the_mean_of_ours_and_the_best_of_each_peer():
     def measured(kind, precision, speed):
         return {"kind": kind, "precision": precision, "tokens_per_second": speed}
 
-    found = ratios(
-        {
-            "a": measured(OURS, "auto", 110.0),
-            "b": measured(LIGER, PURE, 90.0),
-            "c": measured(LIGER, PURE, 100.0),
-            "d": {"kind": EAGER, "precision": PURE, "reason": "out of memory"},
-            "e": measured(OURS, "auto", 90.0),
-        }
-    )
+    out_of_memory = {"kind": EAGER, "precision": PURE, "reason": "out of memory"}
+    peers = {"b": measured(LIGER, PURE, 90.0), "c": measured(LIGER, PURE, 100.0), "d": out_of_memory}
+    found = ratios({"a": measured(OURS, "auto", 110.0), **peers, "e": measured(OURS, "auto", 90.0)})
     assert found["over_peers"] == {"ours auto / liger pure bf16": 1.0}
-    assert found["ours"]["auto"]["last_over_first"] == pytest.approx(90 / 110)
-    assert len(ratio_lines(found)) == 2
+    assert (found["ours"]["auto"]["last_over_first"], len(ratio_lines(found))) == (pytest.approx(90 / 110), 2)
 
 
 class Peer(torch.nn.Linear):

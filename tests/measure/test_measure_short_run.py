@@ -68,9 +68,6 @@ def test_power_and_clocks_are_medians_without_the_sample_from_before():
     assert gpu_medians("") == {}
 
 
-# ---- a profile -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("profile")
@@ -99,9 +96,6 @@ def test_products_have_the_floor_of_the_measured_matmul_rate(profile):
     assert product.flops == pytest.approx(6 * 128 * (32 * 64 + 32 * 32 + 3 * 32 * 64 + 32 * 256))
     assert product.floor_seconds == pytest.approx(product.flops / profile.ceilings.matmul_flops_per_second)
     assert product.floor_percent == pytest.approx(100 * product.floor_seconds / product.seconds)
-
-
-# ---- the rows of the ablation ----------------------------------------------------------------------------------------
 
 
 def test_every_row_of_the_ablation_is_a_config_and_differs_from_every_other(tiny_path):

@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ def make_texts(seed: int, documents: int, chinese: bool) -> list[str]:
 
 
 def build(work: Workspace, texts: dict[str, list[str]], channels: dict[str, str] | None = None) -> None:
-    """Raw files of `texts` and the corpus of them."""
     work.raw.mkdir(exist_ok=True)
     sources = []
     for name, documents in texts.items():
@@ -43,11 +42,8 @@ def build(work: Workspace, texts: dict[str, list[str]], channels: dict[str, str]
 
 @pytest.fixture(scope="session")
 def texts() -> dict[str, list[str]]:
-    return {
-        "novels": make_texts(1, 120, chinese=False),
-        "letters": make_texts(2, 40, chinese=False),
-        "zh": make_texts(3, 90, chinese=True),
-    }
+    english = {"novels": make_texts(1, 120, chinese=False), "letters": make_texts(2, 40, chinese=False)}
+    return {**english, "zh": make_texts(3, 90, chinese=True)}
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +64,6 @@ def work(shared_work: Workspace, tmp_path: Path) -> Workspace:
 
 @pytest.fixture
 def rebuild() -> Callable[..., None]:
-    """Build the corpus of a workspace again, from other texts or with other channels."""
     return build
 
 
@@ -84,16 +79,7 @@ class Made(NamedTuple):
     """1 where a token counts in the loss; sources without a mask are left out."""
 
 
-def write_packed(
-    packed: Path,
-    documents: dict[str, list[int]],
-    channels: dict[str, str] | None = None,
-    masked: Sequence[str] = (),
-    documents_per_shard: int = 7,
-    vocab_size: int = 60000,
-    seed: int = 0,
-) -> Made:
-    """Sources of random tokens with documents of the given lengths."""
+def write_packed(packed, documents, channels=None, masked=(), documents_per_shard=7, vocab_size=60000, seed=0) -> Made:
     rng = np.random.default_rng(seed)
     made = Made(packed, {}, {}, {})
     for name, lengths in documents.items():
@@ -128,7 +114,6 @@ def write_packed(
 
 @pytest.fixture(scope="session")
 def by_hand() -> Callable[..., Made]:
-    """`write_packed`."""
     return write_packed
 
 
@@ -138,5 +123,4 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="session")
 def tree() -> Callable[[Path], dict[str, bytes]]:
-    """Every file below a folder, by name."""
     return file_bytes

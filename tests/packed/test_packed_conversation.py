@@ -5,13 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.pieces import document_batches, turns_of
-from zero2all.packed.samples import open_samples
 from zero2all.packed.shard_format import open_split
 from zero2all.packed.writer import PackOptions, pack_corpus
 from zero2all.tokenizer import load_tokenizer
@@ -19,23 +17,17 @@ from zero2all.tokenizer.template import own_chat
 
 
 def chat(number):
-    return [
-        {"role": "system", "content": "ka lo"},
-        {"role": "user", "content": f"mi ter {number} <|message_end|>"},
-        {"role": "assistant", "content": f"vun es {number * 7919}"},
-        {"role": "user", "content": "or pi"},
-        {"role": "assistant", "content": f"es or {number}"},
-    ]
+    roles = ("system", "user", "assistant", "user", "assistant")
+    texts = ("ka lo", f"mi ter {number} <|message_end|>", f"vun es {number * 7919}", "or pi", f"es or {number}")
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def talks(shared_work, tmp_path_factory):
     """A source in which every other record is a conversation."""
     work = Workspace(shutil.copytree(shared_work.root, tmp_path_factory.mktemp("talks") / "work"))
-    rows = [
-        {"text": " ".join(turn["content"] for turn in chat(n)), **({"messages": chat(n)} if n % 2 else {})}
-        for n in range(40)
-    ]
+    plain = ({"text": " ".join(turn["content"] for turn in chat(n))} for n in range(40))
+    rows = [{**row, "messages": chat(n)} if n % 2 else row for n, row in enumerate(plain)]
     path = work.raw / "talks.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     build_corpus(work.corpus, [Source("talks", path, "talk")], BuildOptions(valid_share=0))
@@ -43,7 +35,6 @@ def talks(shared_work, tmp_path_factory):
 
 
 def expected(tokenizer, messages):
-    """Ids and what counts, spelled out."""
     start, end = (tokenizer.encode_control(name) for name in ("<|message_start|>", "<|message_end|>"))
     ids, counts = [tokenizer.begin_id], [0]
     for message in messages:
@@ -68,15 +59,10 @@ def test_what_is_packed_is_the_messages_between_their_marks(talks, tmp_path, sha
     starts = np.concatenate([split.docs[shard] + split.shard_starts[shard] for shard in range(len(split.shards))])
     documents = list(zip(np.split(tokens, starts[1:].astype(int)), np.split(mask, starts[1:].astype(int)), strict=True))
     assert len(documents) == 40
-    talked = 0
+    counts_of = {tuple(ids): counts for ids, counts in (expected(tokenizer, chat(n)) for n in range(1, 40, 2))}
     for tokens, mask in documents:
-        number = next((n for n in range(1, 40, 2) if tokens.tolist() == expected(tokenizer, chat(n))[0]), None)
-        if number is None:
-            assert mask.all(), "plain text counts whole"
-        else:
-            assert mask.tolist() == expected(tokenizer, chat(number))[1]
-            talked += 1
-    assert talked == 20
+        assert mask.tolist() == counts_of.get(tuple(tokens.tolist()), [1] * len(mask))  # plain text counts whole
+    assert counts_of.keys() <= {tuple(tokens.tolist()) for tokens, _ in documents}
 
 
 def test_prompts_count_too_when_they_are_to_be_learnt(talks, tmp_path):
@@ -103,10 +89,8 @@ def test_calls_thoughts_and_functions_are_laid_out(talks):
     part.write_text(json.dumps(record) + "\n")
     ((document,),) = document_batches(part, 0, part.stat().st_size, "one", "", lambda: own_chat(tokenizer))
     learned = "".join(each.text for each in document.parts if each.counts)
-    assert (
-        learned
-        == '<think>\nhm\n</think>\n\n<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call><|message_end|>'
-    )
+    called = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+    assert learned == f"<think>\nhm\n</think>\n\n{called}<|message_end|>"
     assert '{"name": "add"}' in document.texts[0]
 
 
@@ -123,20 +107,3 @@ def test_a_damaged_message_is_named(message, error):
     record = {"others": {"messages": [{"role": "user", "content": "a"}, message]}}
     with pytest.raises(BadInputError, match=rf"gid 7, others\.messages\[1\]: {error}"):
         turns_of(record, "gid 7")
-
-
-def test_masked_tokens_receive_no_gradient(talks, tmp_path):
-    split = packed(talks, tmp_path)
-    seq_len = 48
-    samples = open_samples(split, seq_len, "concat")
-    tokens, weights = np.empty(seq_len + 1, np.int64), np.empty(seq_len, np.float32)
-    silent = 0
-    for index in range(samples.count):
-        samples.read(index, tokens, weights, None, 0)
-        logits = torch.zeros(seq_len, split.manifest["vocab_size"], requires_grad=True)
-        losses = torch.nn.functional.cross_entropy(logits, torch.from_numpy(tokens[1:]), reduction="none")
-        (losses * torch.from_numpy(weights)).sum().backward()
-        touched = logits.grad.abs().sum(dim=1) > 0
-        assert touched.tolist() == (split.read_mask(index * seq_len + 1, seq_len) == 1).tolist()
-        silent += int((~touched).sum())
-    assert silent > 100

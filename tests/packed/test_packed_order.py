@@ -7,15 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zero2all.packed.order import (
-    WEIGHT_UNITS,
-    MixtureCycle,
-    Order,
-    OrderedSource,
-    permutation_key,
-    permuted,
-    rounded_weights,
-)
+from zero2all.packed.order import MixtureCycle, Order, OrderedSource, permutation_key, permuted, rounded_weights
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -24,18 +16,12 @@ def whole(size: int, key: int) -> np.ndarray:
     return permuted(np.arange(size), size, key)
 
 
-# ---- the permutation ----
-
-
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(1, 3000), key=KEYS)
 @example(size=1, key=0)
 @example(size=2, key=0)
-@example(size=997, key=5)
-@example(size=1023, key=5)
 @example(size=1024, key=5)
 @example(size=1025, key=5)
-@example(size=4097, key=2**64 - 1)
 @example(size=(1 << 18) + 1, key=7)
 def test_permutation_meets_every_index_exactly_once(size, key):
     assert (np.bincount(whole(size, key), minlength=size) == np.ones(size)).all()
@@ -51,8 +37,7 @@ def test_one_index_alone_has_the_image_it_has_among_others(size, key, seed):
 
 
 def test_other_keys_give_other_orders():
-    orders = {tuple(whole(50, key)) for key in range(200)}
-    assert len(orders) == 200
+    assert len({tuple(whole(50, key)) for key in range(200)}) == 200
     keys = {permutation_key(seed, name, epoch) for seed in (1, 2) for name in ("a", "b") for epoch in range(10)}
     assert len(keys) == 40
 
@@ -72,11 +57,7 @@ def test_every_index_lands_everywhere_equally_often(size):
 
 def test_neighbours_are_scattered():
     # In a random order of n, the mean distance of neighbours is n / 3.
-    places = whole(100_000, 3)
-    assert np.abs(np.diff(places)).mean() == pytest.approx(100_000 / 3, rel=0.02)
-
-
-# ---- the weights ----
+    assert np.abs(np.diff(whole(100_000, 3))).mean() == pytest.approx(100_000 / 3, rel=0.02)
 
 
 @settings(max_examples=120, deadline=None)
@@ -89,10 +70,10 @@ def test_rounded_weights_sum_to_all_units_and_lose_no_source(weights):
     if not any(weights):
         weights[0] = 1.0
     units = rounded_weights(weights)
-    assert sum(units) == WEIGHT_UNITS
+    assert sum(units) == 65536
     assert [unit > 0 for unit in units] == [weight > 0 for weight in weights]
     total = sum(map(Fraction, weights))
-    exact = [Fraction(weight) * WEIGHT_UNITS / total for weight in weights]
+    exact = [Fraction(weight) * 65536 / total for weight in weights]
     lifted = sum(0 < value < 1 for value in exact)  # sources lifted to one unit take theirs from the others
     assert all(abs(unit - value) < 1 + lifted for unit, value in zip(units, exact, strict=True))
 
@@ -100,9 +81,6 @@ def test_rounded_weights_sum_to_all_units_and_lose_no_source(weights):
 def test_a_source_lifted_to_one_unit_is_not_rounded_up_again():
     assert rounded_weights([0.9, 65535.1])[0] == 1
     assert rounded_weights([0.9, 0.45, 65534.65])[:2] == [1, 1]
-
-
-# ---- the interleave ----
 
 
 @settings(max_examples=150, deadline=None)
@@ -121,8 +99,6 @@ def test_every_prefix_of_a_cycle_is_within_one_sample_of_its_share(units):
         assert taken[-1] == count
         assert (np.abs(taken * cycle.length - slots * count) < cycle.length).all()
 
-
-# ---- the order ----
 
 ORDERS = st.tuples(
     st.lists(st.integers(1, 40), min_size=1, max_size=4),  # samples of each source
@@ -176,6 +152,7 @@ def test_lookup_equals_the_slow_definition(case):
     order, stages = make_order(*case)
     sources, samples = order.lookup(np.arange(150))
     assert list(zip(sources.tolist(), samples.tolist(), strict=True)) == slow_lookup(order, stages, 150)
+    assert order.taken(150).tolist() == np.bincount(sources, minlength=len(order.sources)).tolist()
 
 
 @settings(max_examples=25, deadline=None)
@@ -189,35 +166,12 @@ def test_lookup_of_any_positions_equals_that_part_of_the_whole(case, start, leng
         assert found.tolist() == all_of_it[piece].tolist()
 
 
-@settings(max_examples=25, deadline=None)
-@given(ORDERS)
-def test_each_sample_comes_once_per_epoch_and_stages_continue_where_sources_stood(case):
-    order, _ = make_order(*case)
-    positions = 300
-    sources, samples = order.lookup(np.arange(positions))
-    for number, source in enumerate(order.sources):
-        mine = samples[sources == number]
-        assert order.taken(positions)[number] == len(mine)
-        for epoch in range(0, len(mine), source.samples):
-            visited = mine[epoch : epoch + source.samples]
-            assert len(set(visited)) == len(visited)  # no repeat within an epoch, whatever stages did
-            if len(visited) == source.samples:
-                assert set(visited) == set(range(source.samples))  # and nothing skipped
-
-
-def test_epochs_and_seeds_have_orders_of_their_own_and_a_late_one_is_still_a_permutation():
-    order, other = (Order([OrderedSource("a", 1000)], [(0, [1])], seed=seed) for seed in (1, 2))
-    first, second = np.split(order.lookup(np.arange(2000))[1], 2)
-    assert first.tolist() != second.tolist()
-    assert first.tolist() != other.lookup(np.arange(1000))[1].tolist()
-    assert sorted(order.lookup(np.arange(10**12, 10**12 + 1000))[1]) == list(range(1000))
-
-
 def test_a_position_far_away_costs_no_more_than_the_first():
     sources = [OrderedSource("web", 3 * 10**11), OrderedSource("books", 1000), OrderedSource("code", 7)]
     order = Order(sources, [(0, [40000, 20000, 5536]), (10**11, [1, 1, 2])], seed=3)
     numbers, samples = order.lookup(np.arange(10**12, 10**12 + 64))  # counting up to there takes hours
-    sizes = np.array([source.samples for source in sources])
-    assert (samples < sizes[numbers]).all()
+    assert (samples < np.array([source.samples for source in sources])[numbers]).all()
     assert (samples >= 0).all()
     assert np.abs(order.taken(10**12 + 64) - order.taken(10**12) - np.array([16, 16, 32])).max() <= 1
+    late = Order([OrderedSource("a", 1000)], [(0, [1])], seed=1).lookup(np.arange(10**12, 10**12 + 1000))[1]
+    assert sorted(late) == list(range(1000))

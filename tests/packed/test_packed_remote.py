@@ -8,7 +8,6 @@ import sys
 import uuid
 
 import fsspec
-import numpy as np
 import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
@@ -83,15 +82,10 @@ def test_the_loader_hands_out_the_same_batches(made, tmp_path, kind):
     assert 0 < block_bytes(tmp_path / "cache") <= LIMIT
 
 
-def test_only_what_is_touched_is_fetched_only_once_and_not_from_blocks_of_data_that_was_packed_anew(
-    by_hand, address, tmp_path, monkeypatch
-):
-    files = fsspec.filesystem("memory")
-    asked = []
-    plain = type(files).cat_file
-    monkeypatch.setattr(
-        type(files), "cat_file", lambda self, path, **how: asked.append(path) or plain(self, path, **how)
-    )
+def test_only_what_is_touched_is_fetched_once_and_data_packed_anew_again(by_hand, address, tmp_path, monkeypatch):
+    kind, asked = type(fsspec.filesystem("memory")), []
+    plain = kind.cat_file
+    monkeypatch.setattr(kind, "cat_file", lambda self, path, **how: asked.append(path) or plain(self, path, **how))
     split = opened(address, tmp_path / "cache")
     assert not [path for path in asked if path.endswith((".bin", ".idx"))]
     split.read(100, 200)
@@ -155,16 +149,12 @@ def test_a_best_fit_index_comes_along(made, tmp_path):
     build_best_fit(open_split(made.packed, "a", "train"), 64)
     folder = open_address(f"file://{made.packed}", tmp_path / "cache", LIMIT, BLOCK)
     config = DataConfig(seq_len=64, packing="best_fit", mixture={"a": 1.0})
-    near, far = (
-        read_batch(open_training_data(packed, config, [Stage("main", 0, config.mixture, 64)]), 0, 5).tokens
-        for packed in (made.packed, folder)
-    )
+    stages = [Stage("main", 0, config.mixture, 64)]
+    near, far = (read_batch(open_training_data(each, config, stages), 0, 5).tokens for each in (made.packed, folder))
     assert (near == far).all()
 
 
-def test_a_changed_index_is_named_when_it_is_fetched_and_a_missing_shard_when_the_data_is_opened(
-    address, made, tmp_path
-):
+def test_a_changed_index_is_named_when_it_is_fetched_and_a_missing_shard_when_opened(address, made, tmp_path):
     data = bytearray((made.packed / "a/train/docs-00000.idx").read_bytes())
     data[9] ^= 1
     fsspec.filesystem("memory").pipe_file(f"{address}/a/train/docs-00000.idx", bytes(data))
@@ -204,17 +194,6 @@ def test_the_config_says_where_the_data_lies(made, tmp_path):
     folder = packed_root(own, DataConfig(packed=f"file://{made.packed}"))
     assert folder.parent == tmp_path / "work/packed-cache"
     assert open_split(folder, "a", "train").tokens == 70000
-
-
-def test_without_an_address_fsspec_is_not_needed(made):
-    script = (
-        "import sys; sys.modules['fsspec'] = None\n"
-        "from pathlib import Path\n"
-        "from zero2all.packed.shard_format import open_split\n"
-        f"print(open_split(Path({str(made.packed)!r}), 'a', 'train').read(0, 10).sum())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert int(done.stdout) == int(np.sum(made.tokens["a"][:10])), done.stderr
 
 
 @pytest.mark.parametrize("report", [{"sources": {"../../up": {}}}, {"sources": {"/abs": {}}}, {"sources": 5}, [], 5])

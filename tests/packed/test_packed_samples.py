@@ -19,8 +19,7 @@ SEQ_LEN = 24
 
 @pytest.fixture(scope="module")
 def made(by_hand, tmp_path_factory):
-    rng = np.random.default_rng(3)
-    lengths = rng.integers(1, 70, 60).tolist()
+    lengths = np.random.default_rng(3).integers(1, 70, 60).tolist()
     return by_hand(tmp_path_factory.mktemp("samples"), {"plain": lengths, "talk": lengths}, masked=["talk"])
 
 
@@ -37,9 +36,6 @@ def document_of(made, source, token):
     return int(np.searchsorted(made.starts[source], token, side="right")) - 1
 
 
-# ---- windows ----
-
-
 @pytest.mark.parametrize("source", ["plain", "talk"])
 def test_windows_know_the_document_and_the_mask_of_each_token_across_shards(made, source):
     samples = ConcatSamples(open_split(made.packed, source, "train"), SEQ_LEN)
@@ -53,16 +49,6 @@ def test_windows_know_the_document_and_the_mask_of_each_token_across_shards(made
         assert documents.positions[index].tolist() == [t - s for t, s in zip(window, starts, strict=True)]
         wanted = made.masks[source][window[1:]] if source == "talk" else np.ones(SEQ_LEN)
         assert weights[index].tolist() == wanted.tolist()
-
-
-def test_positions_begin_again_where_documents_do(made):
-    _, _, documents = read_all(ConcatSamples(open_split(made.packed, "plain", "train"), SEQ_LEN))
-    starts = np.flatnonzero(documents.positions[:, :-1] == 0)  # over the inputs of all rows laid end to end
-    flat = documents.ids[:, :-1] + np.arange(len(documents.ids))[:, None] * (SEQ_LEN + 1)
-    assert starts.tolist() == [0, *(np.flatnonzero(np.diff(flat.ravel()) != 0) + 1).tolist()]
-
-
-# ---- best fit ----
 
 
 def slow_best_fit(lengths, capacity):
@@ -121,9 +107,8 @@ def test_best_fit_rows_hold_every_piece_once_and_weigh_padding_and_masked_tokens
                 continue
             start = int(np.asarray(made.starts[source])[number])
             piece, text = tokens[row, columns].tolist(), made.tokens[source].tolist()
-            places = [at for at in range(start, split.tokens, SEQ_LEN) if text[at : at + len(piece)] == piece]
-            assert len(places) == 1  # the piece stands in its document, at a multiple of seq_len
-            (place,) = places
+            # the piece stands in its document, at a multiple of seq_len
+            (place,) = (at for at in range(start, split.tokens, SEQ_LEN) if text[at : at + len(piece)] == piece)
             wanted = made.masks[source][place + 1 : place + len(columns)] if source == "talk" else 1
             assert (weights[row, columns[:-1]] == wanted).all()
             if columns[0]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.config import DataConfig
-from zero2all.packed.loader import read_batch
 from zero2all.packed.mixture import RunProgress, open_training_data
 from zero2all.packed.stages import PlannedStage, Planner, Stage, epochs_read, expected_repeats, segments_of
 
@@ -55,8 +54,7 @@ def test_weights_changed_on_resume_let_every_source_continue_where_it_stood(made
         assert again.fingerprint == data.fingerprint
         # The new weights hold: both ends of the leg are within one sample of them.
         for name, weight in mixture.items():
-            exact = samples * weight / sum(mixture.values())
-            assert abs(sum(source == name for source, _ in leg) - exact) < 2
+            assert abs(sum(source == name for source, _ in leg) - samples * weight / sum(mixture.values())) < 2
     for name, size in {"a": 49, "b": 124, "c": 22}.items():
         mine = [index for source, index in read if source == name]
         for epoch in range(0, len(mine), size):
@@ -81,33 +79,25 @@ def test_a_source_the_run_has_read_and_that_is_gone_is_named(made):
         open_at(made, [Stage("main", 0, None, T)], 80, record)
 
 
-# ---- another sequence length ----
-
-
 def test_a_stage_with_another_length_reads_other_samples_in_an_order_of_its_own(made):
     data = open_at(made, [Stage("main", 0, {"b": 1.0}, T), Stage("long", 30 * T, {"b": 1.0}, 2 * T)])
     assert [segment.seq_len for segment in data.segments] == [T, 2 * T]
     first = data.segments[0].order.lookup(np.arange(60))[1].tolist()
-    second = data.segments[1].order.lookup(np.arange(60))[1].tolist()
-    assert first != second
+    assert first != data.segments[1].order.lookup(np.arange(60))[1].tolist()
     assert sorted(data.segments[1].order.lookup(np.arange(62))[1]) == list(range(62))  # 999 // 16 samples
-    assert read_batch(data, 29 * T, 1).tokens.shape == (1, T + 1)
-    assert read_batch(data, 30 * T, 1).tokens.shape == (1, 2 * T + 1)
     back = open_at(made, [Stage("a", 0, None, T), Stage("b", 160, None, 16), Stage("c", 320, None, T)])
-    assert (
-        back.segments[0].order.lookup(np.arange(20))[1].tolist()
-        != back.segments[2].order.lookup(np.arange(20))[1].tolist()
-    )
+    orders = [segment.order.lookup(np.arange(20))[1].tolist() for segment in back.segments]
+    assert orders[0] != orders[2]
 
 
 def test_expected_repeats_are_what_is_counted(made):
     # 62 of 124 samples of b are read at length 8, then 31 of 62 at length 16: half of half of the text again.
-    data = open_at(made, [Stage("main", 0, {"b": 1.0}, T), Stage("long", 62 * T, {"b": 1.0}, 2 * T)])
-    expected = expected_repeats(data.segments, 62 * T + 31 * 2 * T)
-    assert expected == pytest.approx(0.5)
+    stages = [Stage("main", 0, {"b": 1.0}, T), Stage("long", 62 * T, {"b": 1.0}, 2 * T)]
+    data = open_at(made, stages)
+    assert expected_repeats(data.segments, 62 * T + 31 * 2 * T) == pytest.approx(0.5)
     shares = []
     for seed in range(40):
-        other = open_at(made, [Stage("main", 0, {"b": 1.0}, T), Stage("long", 62 * T, {"b": 1.0}, 2 * T)], seed=seed)
+        other = open_at(made, stages, seed=seed)
         seen = {i * T + k for i in other.segments[0].order.lookup(np.arange(62))[1] for k in range(T)}
         later = [i * 2 * T + k for i in other.segments[1].order.lookup(np.arange(31))[1] for k in range(2 * T)]
         shares.append(np.mean([token in seen for token in later]))
@@ -117,13 +107,9 @@ def test_expected_repeats_are_what_is_counted(made):
     assert "about 50.0%" in note
 
 
-# ---- limits ----
-
-
 def test_more_epochs_than_allowed_are_refused_before_anything_is_read(made):
     stages = [Stage("main", 0, {"a": 1.0, "c": 1.0}, T)]
-    fine = open_at(made, stages, end=200 * T, max_epochs={"c": 5.0})
-    assert fine.plan == open_at(made, stages).plan
+    assert open_at(made, stages, end=200 * T, max_epochs={"c": 5.0}).plan == open_at(made, stages).plan
     with pytest.raises(UsageError, match=r"c: 4\.55 epochs, at most 4 allowed") as caught:
         open_at(made, stages, end=200 * T, max_epochs={"c": 4.0})
     assert "when_used_up" in str(caught.value)
@@ -143,8 +129,7 @@ def test_the_weight_of_a_source_that_is_used_up_is_shared_among_the_others(made)
     stages = [Stage("main", 0, {"a": 2.0, "b": 1.0, "c": 1.0}, T)]
     fields = {"max_epochs": {"c": 0.5, "a": 1.0}, "when_used_up": "share", "end": 170 * T}
     data = open_at(made, stages, **fields)
-    counts = Counter(name for name, _ in read_from(data, 0, 170))
-    assert counts == {"c": 11, "a": 49, "b": 110}
+    assert Counter(name for name, _ in read_from(data, 0, 170)) == {"c": 11, "a": 49, "b": 110}
     assert [stage.name for stage in data.plan] == ["main", "main without c", "main without a, c"]
     assert data.shares["main without c"] == pytest.approx([2 / 3, 1 / 3, 0], abs=1e-4)
     for resume_at in (1, 30, 43, 44, 45, 60, 97, 98, 99, 150):
@@ -162,21 +147,12 @@ def test_limits_count_what_earlier_lengths_have_read():
     assert [row[0] for row in epochs] == [Fraction(1), Fraction(1, 2)]
 
 
-# ---- what a person is told ----
-
-
 def test_the_table_counts_tokens_share_and_epochs(made):
     data = open_at(made, [Stage("main", 0, {"b": 3.0, "c": 1.0}, T), Stage("late", 124 * T, {"c": 1.0}, T)])
     lines = data.epochs_table(168 * T)
     assert lines[0] == "epochs over the whole run (1,344 tokens)"
-    assert [line.split() for line in lines[1:]] == [
-        ["source", "channel", "tokens", "read", "share", "epochs"],
-        ["b", "en", "1,000", "744", "55.36%", "0.75"],
-        ["c", "zh", "180", "600", "44.64%", "3.41"],
-    ]
-
-
-# ---- from the weights that a person writes to the sources of a run ----
+    table = ["source channel tokens read share epochs", "b en 1,000 744 55.36% 0.75", "c zh 180 600 44.64% 3.41"]
+    assert [" ".join(line.split()) for line in lines[1:]] == table
 
 
 def open_with(work, mixture, seq_len=32, later=()):
@@ -197,18 +173,14 @@ def test_without_a_mixture_sources_weigh_what_they_hold(shared_work):
     assert data.channels == ["en", "zh"]
 
 
-def test_a_channel_shares_its_weight_among_its_sources_by_tokens(shared_work):
-    data = open_with(shared_work, {"en": 3, "zh": 1})
+def test_a_channel_shares_its_weight_among_its_sources_by_tokens_also_beside_one_of_them(shared_work):
+    data = open_with(shared_work, {"en": 3, "zh": 1})  # weights need not sum to one
     found = shares(data)
     tokens = {split.name: split.tokens for split in data.splits}
     assert found["zh"] == pytest.approx(0.25, abs=1e-4)
     assert found["novels"] / found["letters"] == pytest.approx(tokens["novels"] / tokens["letters"], rel=1e-3)
-
-
-def test_a_source_can_be_named_beside_its_channel_and_weights_need_not_sum_to_one(shared_work):
     assert shares(open_with(shared_work, {"letters": 30, "zh": 10})) == {"letters": 0.75, "zh": 0.25}
-    both = shares(open_with(shared_work, {"en": 1, "letters": 1}))
-    assert both["letters"] > 0.5
+    assert shares(open_with(shared_work, {"en": 1, "letters": 1}))["letters"] > 0.5
 
 
 def test_a_source_of_weight_zero_is_not_read_and_an_unknown_name_refused_with_the_nearest_one(shared_work):

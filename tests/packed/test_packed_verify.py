@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 
 import numpy as np
@@ -19,18 +20,13 @@ from zero2all.packed.shard_format import open_split
 from zero2all.packed.stages import Stage
 from zero2all.packed.verify import checking_shards, packed_bytes, verify_packed
 
-LONG_SECONDS = 300.0
-
 
 @pytest.fixture
 def made(by_hand, tmp_path):
     """Two sources, one of them with a mask, both with a held-out split like the other."""
     made = by_hand(tmp_path, {"a": [20] * 20, "talk": [20] * 20}, masked=["talk"])
     for name in ("a", "talk"):
-        folder = made.packed / name
-        for path in list((folder / "train").iterdir()):
-            (folder / "valid").mkdir(exist_ok=True)
-            (folder / "valid" / path.name).write_bytes(path.read_bytes())
+        shutil.copytree(made.packed / name / "train", made.packed / name / "valid")
     return made
 
 
@@ -54,9 +50,6 @@ def sealed(path):
     manifest.write_text(json.dumps(content))
 
 
-# ---- when it is opened ----
-
-
 def open_a(made):
     return open_split(made.packed, "a", "train")
 
@@ -65,19 +58,13 @@ def open_data(made, mixture=None):
     return open_training_data(made.packed, DataConfig(seq_len=8), [Stage("main", 0, mixture, 8)])
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("dtype", "<f4", "one of <u2, <u4"),
-        ("dtype", None, "a value of type str"),
-        ("vocab_size", 70000, "a type that holds 70000 ids"),
-        ("max_id", 60000, r"an id below vocab_size \(60000\)"),
-        ("tokens", 399, "400, the number of tokens in the shards"),
-        ("tokens", -1, "expected 0 or more"),
-        ("shards", "3", "a value of type int"),
-        ("channel", 7, "a value of type str"),
-    ],
-)
+FIELDS = [("dtype", "<f4", "one of <u2, <u4"), ("dtype", None, "a value of type str")]
+FIELDS += [("vocab_size", 70000, "a type that holds 70000 ids"), ("max_id", 60000, r"an id below vocab_size \(60000\)")]
+FIELDS += [("tokens", 399, "400, the number of tokens in the shards"), ("tokens", -1, "expected 0 or more")]
+FIELDS += [("shards", "3", "a value of type int"), ("channel", 7, "a value of type str")]
+
+
+@pytest.mark.parametrize(("field", "value", "expected"), FIELDS)
 def test_a_field_that_cannot_be_true_is_named(made, field, value, expected):
     edit(made, "a", **{field: value})
     name = "dtype" if field == "vocab_size" else field
@@ -95,11 +82,10 @@ def test_a_missing_or_short_file_of_any_kind_is_named(made, file, damage):
         open_data(made)
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate"])
-def test_a_file_that_is_lost_or_cut_after_the_split_was_opened_is_named_where_it_is_first_read(made, damage):
+def test_a_file_that_is_cut_after_the_split_was_opened_is_named_where_it_is_first_read(made):
     split, path = open_a(made), made.packed / "a/train/tokens-00001.bin"
-    path.unlink() if damage == "delete" else path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(BadInputError, match=r"a/train/tokens-00001.bin (is missing|has \d+ bytes)"):
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(BadInputError, match=r"a/train/tokens-00001.bin has \d+ bytes"):
         split.read(0, split.tokens)
 
 
@@ -131,9 +117,6 @@ def test_weights_that_are_no_weights_or_of_which_none_is_above_zero_are_refused(
     said = r"data\.mixture gives `a` the weight .* expected 0 or more" if weight else "no source a weight above 0"
     with pytest.raises(UsageError, match=said):
         open_data(made, {"a": weight})
-
-
-# ---- when all of it is checked ----
 
 
 def test_sound_data_has_no_problems_and_is_read_whole(made):
@@ -186,9 +169,6 @@ def test_a_manifest_of_another_tokenizer_or_count_and_a_best_fit_index_of_other_
     assert "best-fit-16/manifest.json does not belong to the token shards" in index
 
 
-# ---- beside a run ----
-
-
 def splits_of(made):
     return [open_split(made.packed, name, "train") for name in ("a", "talk")]
 
@@ -203,7 +183,6 @@ def no_problem(text: str) -> None:
 
 
 def damage_found(made, lengths=(), rank=0, ranks=1, splits=None):
-    """What the check says at its end."""
     with checking_shards(splits or splits_of(made), lengths, no_problem, rank, ranks) as check:
         wait_until(lambda: check.finished or check.damage is not None)
         return check.damage

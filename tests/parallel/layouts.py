@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 from tests.processes import Program, WarmProcess
 from tests.simulated_rank import CollectiveBytes
+from zero2all.common.errors import UsageError
 from zero2all.config import RunConfig, config_from_values
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import ModelConfig
 from zero2all.model.init import generator_of
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.check import check_spread
 from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.mesh import Mesh, make_mesh
 from zero2all.parallel.parameter_table import draw, trained_table
@@ -37,19 +39,14 @@ from zero2all.train.step_stats import StepResult
 from zero2all.train.train_step import StepPlan, train_step
 
 STEPS, SAMPLES, SEQ_LEN, MICRO, CHANNELS = 20, 8, 8, 2, 2
-MODEL = ModelConfig(
-    vocab_size=60, hidden_size=16, intermediate_size=24, layers=3, heads=4, kv_heads=2, max_seq_len=SEQ_LEN
-)
+MODEL = ModelConfig(60, hidden_size=16, intermediate_size=24, layers=3, heads=4, kv_heads=2, max_seq_len=SEQ_LEN)
 SEED = 3
-OPTIMIZERS = {"adamw": OptimConfig(), "muon": OptimConfig("muon")}
-"""Those that are exact in float64."""
-MOE = {
-    **{"experts": 12, "experts_per_token": 2, "expert_size": 8, "shared_experts": 1},
-    **{"dense_layers": 1, "balance_rate": 0.01},
-}
+OPTIMIZERS = {"adamw": OptimConfig(), "muon": OptimConfig("muon")}  # those that are exact in float64
+MOE = {"experts": 12, "experts_per_token": 2, "expert_size": 8, "shared_experts": 1, "dense_layers": 1}
+MOE["balance_rate"] = 0.01
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2}
 GATHER = {"context_method": "gather"}
-LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {  # by the number of processes
     2: {
         "replicate": {},
         "ZeRO-1": {"zero": 1},
@@ -104,8 +101,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "the same with experts": {"zero": 1, "pipeline": 2, "context": 2, "tensor": 2, "expert": 8},
     },
 }
-"""By the number of processes."""
 CODE = "from tests.parallel import layouts; layouts.main()"
+OF_THE_RUN = ("recompute", "documents", "z_loss", "dtype", "lora")  # arguments of `run_config`
 
 
 def run_config(
@@ -118,19 +115,13 @@ def run_config(
     lora: int | None = None,
     **model: Any,
 ) -> RunConfig:
-    """The config of the small run."""
     values = {
         "data": {"seq_len": SEQ_LEN, "document_mask": documents},
         "finetune": {"lora": {"rank": lora}},
         "model": {**MODEL.__dict__, "rope_scaling": {}, "moe": {}, **model},
         "train": {
-            "name": "small",
-            "seed": SEED,
-            "tokens_per_step": SAMPLES * SEQ_LEN,
-            "micro_batch_samples": MICRO,
-            "precision": dtype,
-            "recompute": recompute,
-            "z_loss": z_loss,
+            **{"name": "small", "seed": SEED, "tokens_per_step": SAMPLES * SEQ_LEN, "micro_batch_samples": MICRO},
+            **{"precision": dtype, "recompute": recompute, "z_loss": z_loss},
         },
     }
     config = config_from_values(values, "of a test")
@@ -220,34 +211,21 @@ def course(
     optimizer: str,
     tied: bool = False,
     steps: int = STEPS,
-    recompute: str = "none",
     model: dict[str, Any] | None = None,
-    documents: bool = False,
-    z_loss: float = 0.0,
     micro: int = MICRO,
     samples: int = SAMPLES,
-    dtype: str = "float64",
     qk_norm: bool = False,
     with_tensors: bool = True,
-    lora: int | None = None,
     objective: bool = False,
-    **parallel: Any,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train: losses and gradient norms, the final tensors, bytes sent in the last step, bytes of states in a rank."""
-    spread = ParallelConfig(**{"bucket_mb": 0.002, **parallel})
-    config = run_config(
-        OPTIMIZERS[optimizer],
-        spread,
-        dtype,
-        recompute=recompute,
-        documents=documents,
-        z_loss=z_loss,
-        lora=lora,
-        tied_embeddings=tied,
-        # Larger weights: with short steps in the direction of a head, a rounding would grow by 10^10 in 20 steps.
-        **({"qk_norm": True, "init_qk_gain": 1.5, "init_std": None, "embedding_norm": True} if qk_norm else {}),
-        **(model or {}),
-    )
+    of_the_run = {name: options.pop(name) for name in OF_THE_RUN if name in options}
+    spread = ParallelConfig(**{"bucket_mb": 0.002, **options})
+    # Larger weights: with short steps in the direction of a head, a rounding would grow by 10^10 in 20 steps.
+    normed = {"qk_norm": True, "init_qk_gain": 1.5, "init_std": None, "embedding_norm": True} if qk_norm else {}
+    changed = {**of_the_run, "tied_embeddings": tied, **normed, **(model or {})}
+    config = run_config(OPTIMIZERS[optimizer], spread, **changed)
     world = world_of(world, spread)
     state = make_state(world, config)
     state.micro_batch_samples = micro
@@ -260,28 +238,18 @@ def course(
             if step >= steps - 2:  # so that the bytes of the last step are its own; the others overlap the next step
                 state.weights.wait()
     own_bytes = sum(part.values.nbytes for name, part in state.optimizer_tensors().items() if part.shape)
-    return {
-        "figures": figures,
-        "loads": loads,
-        "sent": sent.bytes,
-        "own_bytes": own_bytes,
-        "tensors": whole_tensors(state, world) if with_tensors else {},
-    }
+    tensors = whole_tensors(state, world) if with_tensors else {}
+    return {"figures": figures, "loads": loads, "sent": sent.bytes, "own_bytes": own_bytes, "tensors": tensors}
 
 
 def pairs(
-    world: World,
-    folder: str,
-    layouts: list[str],
-    every: bool,
-    model: dict[str, Any] | None = None,
-    optimizer: str = "adamw",
+    world: World, folder: str, layouts: list[str], every: bool, model: dict[str, Any], optimizer: str
 ) -> dict[str, Any]:
     """Train and save under each layout; load under the next one, or under every other one. Which tensors differ from
     those that were saved, and how far the loss of the next step lies from the one that the saved run had."""
     known = LAYOUTS[2] | LAYOUTS[4]
     spreads = {name: ParallelConfig(**{"bucket_mb": 0.002, **known[name]}) for name in layouts}
-    configs = {name: run_config(OPTIMIZERS[optimizer], spread, **(model or {})) for name, spread in spreads.items()}
+    configs = {name: run_config(OPTIMIZERS[optimizer], spread, **model) for name, spread in spreads.items()}
     worlds = {name: world_of(world, config.parallel) for name, config in configs.items()}
     found: dict[str, Any] = {}
     for number, name in enumerate(layouts):
@@ -307,7 +275,6 @@ def pairs(
 
 
 def world_of(world: World, config: ParallelConfig) -> World:
-    """The same processes with the mesh of a layout."""
     if world.size == 1:
         return world
     return World(world.rank, world.size, world.device, _mesh(config.sizes(world.size)), world.control)
@@ -315,25 +282,34 @@ def world_of(world: World, config: ParallelConfig) -> World:
 
 @functools.cache
 def _mesh(sizes: MeshSizes) -> Mesh:
-    """Layouts with the same mesh share its groups."""
     return make_mesh(sizes)
 
 
+def outcome(world: World, values: dict[str, Any], processes: int) -> dict[str, Any]:
+    """Why a random config was refused, or the losses and gradient norms of two steps."""
+    try:
+        config = config_from_values(values, "of a test")
+        check_spread(config, processes)
+    except UsageError as error:
+        return {"refused": str(error)}
+    return {"figures": figures_of(config, world)}
+
+
+def figures_of(config: RunConfig, world: World) -> list[tuple[float, float]]:
+    world = world_of(world, config.parallel)
+    state = make_state(world, config)
+    state.micro_batch_samples = int(config.train.micro_batch_samples)
+    return [step_on(state, world, config, step) for step in range(2)]
+
+
 def step_on(state: TrainState, world: World, config: RunConfig, step: int) -> tuple[float, float]:
-    """One step; its loss and gradient norm."""
     result = result_of(state, world, config, step)
     return result.loss, result.grad_norm
 
 
 def result_of(
-    state: TrainState,
-    world: World,
-    config: RunConfig,
-    step: int,
-    samples: int = SAMPLES,
-    objective: Squares | None = None,
+    state: TrainState, world: World, config: RunConfig, step: int, samples: int = SAMPLES, objective: Any = None
 ) -> StepResult:
-    """One step."""
     rows = world.mesh.batch
     batch = batch_of(step, rows.rank, rows.size, config.model.vocab_ids, config.data.document_mask, samples)
     return train_step(state, batch, CHANNELS, config, world, StepPlan(1e-2, objective=objective)).result()
@@ -341,8 +317,6 @@ def result_of(
 
 def main() -> None:
     """RANK SIZE STORE OUT CASES (JSON: arguments of `course`, of `pairs` with a folder, or a random case, by name)."""
-    from tests.parallel.test_parallel_fuzz import outcome
-
     rank, size, store, out, cases = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
     torch.set_num_threads(1)
     # Every case makes groups, and DTensor keeps their names, so none is destroyed before the end.
@@ -364,7 +338,6 @@ def main() -> None:
 
 
 def run(warm: WarmProcess, folder: Path, size: int, cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """`course` for every case in `size` processes."""
     folder.mkdir(parents=True, exist_ok=True)
     store, out = folder / "store", folder / "out.pt"
     words = [str(size), str(store), str(out), json.dumps(cases)]

@@ -25,10 +25,8 @@ def config(parallel, **sections):
 
 
 def test_all_problems_are_reported_at_once_with_the_arithmetic():
-    asked = config(
-        {"zero": 2, "shard": 8, "replicate": 4, "tensor": 5, "pipeline": 8, "offload": "optimizer"},
-        model={"tied_embeddings": True},
-    )
+    parallel = {"zero": 2, "shard": 8, "replicate": 4, "tensor": 5, "pipeline": 8, "offload": "optimizer"}
+    asked = config(parallel, model={"tied_embeddings": True})
     with pytest.raises(UsageError) as raised:
         check_spread(asked, 64)
     text = str(raised.value)
@@ -61,14 +59,13 @@ BUBBLE = {"pipeline": 2, "schedule": "zero_bubble", "zero": 3}
 @pytest.mark.parametrize(
     ("parallel", "sections", "processes", "said"),
     [
-        ({"expert": 3, "zero": 1}, {}, 4, "parallel.expert 3 does not divide shard x context x tensor = 4 x 1 x 1 = 4"),
+        ({"expert": 3, "zero": 1}, {}, 4,
+         "parallel.expert 3 does not divide shard x context x tensor = 4 x 1 x 1 = 4 … Choose a divisor of 4."),
         ({"expert": 2, "zero": 1}, {}, 4, "parallel.expert is 2, but the model has no experts"),
         ({"expert": 4, "zero": 1}, {"model": {"moe": EXPERTS}}, 4,
          "model.moe.experts (10) is not a multiple of parallel.expert (4)"),
         ({"expert": 2, "zero": 3}, {"model": {"moe": EXPERTS}}, 4, "parallel.zero 3 gathers whole experts"),
         ({"expert": 3, "zero": 0}, {}, 4, "Choose a divisor of 1, or set parallel.zero to 1."),
-        ({"expert": 3, "zero": 2}, {}, 4, "Choose a divisor of 4.\n"),
-        ({}, {}, 32, "16 rows, fewer than the 32 batch ranks"),
         ({"tensor": 2}, {"stages": [{"name": "long", "from_step": 5, "seq_len": 128}]}, 32,
          "train.tokens_per_step / stages[0].seq_len = 1024 / 128 = 8 rows, fewer than the 16 batch ranks"),
         ({"context": 4, "tensor": 4}, {"data": {"seq_len": 8}}, 16,
@@ -76,29 +73,26 @@ BUBBLE = {"pipeline": 2, "schedule": "zero_bubble", "zero": 3}
         ({"context": 2, "tensor": 4, "context_method": "gather"}, {"data": {"seq_len": 60},
          "train": {"tokens_per_step": 1200}}, 8, "Set data.seq_len to 48."),
         ({"context": 16, "context_method": "ulysses"}, {}, 16,
-         "model.heads / parallel.tensor = 8 / 1 = 8 is not a multiple of 16"),
-        ({"context": 16, "context_method": "ulysses"}, {}, 16, "parallel.context_method to gather"),
-        ({"context": 16}, {"data": {"seq_len": 16}}, 16,
-         "data.seq_len 16 is not a multiple of 32: parallel.context 16"),
-        ({"context": 16}, {"data": {"seq_len": 16}}, 16, "with context_method gather each context rank has two"),
+         "model.heads / parallel.tensor = 8 / 1 = 8 is not a multiple of 16 … parallel.context_method to gather"),
+        ({"context": 16}, {"data": {"seq_len": 16}}, 16, "data.seq_len 16 is not a multiple of 32: parallel.context 16 "
+         "… with context_method gather each context rank has two"),
         ({"context": 4}, {"stages": ODD_STAGES, "train": {"tokens_per_step": 1152}}, 4,
          "stages[1].seq_len 18 is not a multiple of 4: parallel.context 4"),
         ({"context": 2}, {"train": {"cuda_graph": "on"}}, 2,
          "train.cuda_graph on does not work with parallel.context 2"),
-        ({"tensor": 3}, {}, 3, "Set data.seq_len to 63 and train.tokens_per_step to 1008."),
-        ({"tensor": 3}, {}, 3, "a divisor of 128, or model.vocab_size to 192"),
-        ({"tensor": 8}, {}, 8, "model.kv_heads 4 is less than parallel.tensor 8"),
-        ({"tensor": 8}, {}, 8, "copy_kv_heads"),
+        ({"tensor": 3}, {}, 3, "a divisor of 128, or model.vocab_size to 192 … "
+         "Set data.seq_len to 63 and train.tokens_per_step to 1008."),
+        ({"tensor": 8}, {}, 8, "model.kv_heads 4 is less than parallel.tensor 8 … copy_kv_heads"),
         ({"tensor": 2}, {"optim": {"kind": "adamw_8bit"}}, 2, "kind adamw_8bit does not work with parallel.tensor 2"),
         ({"tensor": 2}, {"ops": {"compile": "block"}}, 2, "ops.compile block does not work with parallel.tensor 2"),
         ({"zero": 2, "pipeline": 2, "tensor": 3}, {}, 8, "parallel.zero 2 does not work with parallel.pipeline 2"),
         (BUBBLE, {}, 4, "zero_bubble does not work with parallel.zero 3"),
         ({"compress": "bf16", "zero": 3}, {}, 4, "parallel.compress bf16 does not work with zero 3 (FSDP sums its own"),
     ],
-    ids=range(25),
+    ids=range(19),
 )  # fmt: skip
 def test_every_rule_says_numbers(parallel, sections, processes, said):
-    with pytest.raises(UsageError, match=re.escape(said)):
+    with pytest.raises(UsageError, match="(?s)" + ".*".join(map(re.escape, said.split(" … ")))):
         check_spread(config(parallel, **sections), processes)
 
 
@@ -125,37 +119,21 @@ def test_settings_without_effect_are_named():
     assert "there is one process" in found({"compress": "bf16"})[0]
 
 
-# ---- sizes of the mesh ----
-
-
-@pytest.mark.parametrize(
-    ("fields", "processes", "sizes"),
-    [
-        ({}, 1, (1, 1)),
+def test_auto_takes_what_is_left_and_a_mesh_that_is_not_the_number_of_processes_is_refused():
+    for fields, processes, sizes in (
         ({}, 8, (8, 1)),
-        ({"zero": 1}, 8, (1, 8)),
         ({"zero": 3, "shard": 2}, 8, (4, 2)),
         ({"zero": 2, "replicate": 2}, 8, (2, 4)),
         ({"zero": 1, "replicate": 2, "shard": 4}, 8, (2, 4)),
-        ({"zero": 3}, 1, (1, 1)),
-    ],
-)
-def test_auto_takes_what_is_left(fields, processes, sizes):
-    found = ParallelConfig(**fields).sizes(processes)
-    assert (found.replicate, found.shard) == sizes
-
-
-@pytest.mark.parametrize(
-    ("fields", "processes", "product"),
-    [
+    ):
+        found = ParallelConfig(**fields).sizes(processes)
+        assert (found.replicate, found.shard) == sizes
+    for fields, processes, product in (
         ({"zero": 1, "shard": 2}, 3, "1 x 2 = 2 processes, but the run has 3"),
-        ({"replicate": 2}, 3, "2 x 1 = 2 processes, but the run has 3"),
         ({"zero": 3, "replicate": 4, "shard": 4}, 8, "= 16 processes, but the run has 8.*: 8 x 1, 4 x 2, 2 x 4, 1 x 8"),
-    ],
-)
-def test_a_mesh_that_is_not_the_number_of_processes_is_refused(fields, processes, product):
-    with pytest.raises(UsageError, match=product):
-        ParallelConfig(**fields).sizes(processes)
+    ):
+        with pytest.raises(UsageError, match=product):
+            ParallelConfig(**fields).sizes(processes)
 
 
 def test_settings_that_contradict_each_other_are_reported_together():

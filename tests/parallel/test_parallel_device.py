@@ -39,13 +39,7 @@ def test_memory_settings_of_the_environment_count(monkeypatch, name):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
-def test_a_device_that_is_none_is_refused_in_words():
-    for name in ("tpu", "mps", "meta", "cpu:5", "", "cuda:", "cuda:x", "cuda:-1", "CUDA"):
-        with pytest.raises(UsageError, match=rf"--device is `{name}`. Expected auto, cpu, cuda"):
-            pick_device(name, "--device")
-
-
-def test_auto_is_the_cpu_without_a_card_and_a_gpu_that_is_not_there_is_refused(monkeypatch):
+def test_auto_is_the_cpu_without_a_card_and_a_device_that_is_not_there_or_is_none_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("cuda:1") == torch.device("cuda", 1)
@@ -57,6 +51,9 @@ def test_auto_is_the_cpu_without_a_card_and_a_gpu_that_is_not_there_is_refused(m
     with pytest.raises(UsageError, match=r"no CUDA device.*set parallel\.device to cpu or auto"):
         pick_device("cuda")
     assert pick_device("auto") == pick_device("cpu") == torch.device("cpu")
+    for name in ("tpu", "mps", "meta", "cpu:5", "", "cuda:", "cuda:x", "cuda:-1", "CUDA"):
+        with pytest.raises(UsageError, match=rf"--device is `{name}`. Expected auto, cpu, cuda"):
+            pick_device(name, "--device")
 
 
 def test_threads_are_those_asked_for_then_recorded_then_of_the_environment_then_a_share_of_the_cores(monkeypatch):
@@ -82,8 +79,6 @@ def test_threads_are_those_asked_for_then_recorded_then_of_the_environment_then_
 def test_environment_names_everything_outside_the_config_that_moves_the_last_bit():
     set_cpu_threads(2, None)
     found = environment(torch.device("cpu"))
-    assert found["cpu_threads"] == 2
-    assert found["torch"] == torch.__version__
-    assert found["device"] == "cpu"
+    assert (found["cpu_threads"], found["torch"], found["device"]) == (2, torch.__version__, "cpu")
     assert sorted(found) == ["cpu_capability", "cpu_threads", "device", "machine", "torch"]
     assert environment(torch.device("cpu")) == found

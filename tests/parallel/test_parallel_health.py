@@ -13,21 +13,15 @@ RANKS = 6
 
 
 def products(**changed: dict) -> list[dict]:
-    """What all ranks say of their product."""
     usual = {"host": "a", "device": "gpu", "seconds": 1.0, "bits": 7}
     return [{"rank": rank, **usual, **changed.get(f"rank{rank}", {})} for rank in range(RANKS)]
 
 
 def exchanges(units: int, bad: set[int], speed: float = 0.0) -> list[dict]:
     """Both rounds, in which a pair with a bad one fails, or has another speed."""
-    problem = "" if speed else "nothing arrived"
-    return [
-        {"units": list(pair), "speed": speed, "problem": problem}
-        if bad & set(pair)
-        else {"units": list(pair), "speed": 8.0, "problem": ""}
-        for number in (1, 2)
-        for pair in pairs_of(range(units), number)
-    ]
+    good, worse = {"speed": 8.0, "problem": ""}, {"speed": speed, "problem": "" if speed else "nothing arrived"}
+    pairs = [pair for number in (1, 2) for pair in pairs_of(range(units), number)]
+    return [{"units": list(pair), **(worse if bad & set(pair) else good)} for pair in pairs]
 
 
 def test_one_that_is_in_no_good_pair_is_named_whichever_it_is():
@@ -64,11 +58,12 @@ from zero2all.parallel import health
 from zero2all.parallel.rendezvous import open_store
 job = json.loads(sys.argv[1])
 os.environ |= job["variables"]
-health.PAIR_SECONDS = job["pair_seconds"]
+health.PAIR_SECONDS, health.LAST_WORD_SECONDS = job["seconds"]
+health.SLOW = 1e9  # the cores are shared: none is slow
 torch.set_num_threads(1)
 rank, product = int(os.environ["RANK"]), health.product
 wrong = {"bits": 1} if rank == job["wrong"] else {}
-health.product = lambda device: {**product(device), "seconds": 1.0, **wrong}  # the cores are shared: none is slow
+health.product = lambda device: {**product(device), **wrong}
 rules = health.HealthRules(job["excludes"], job["isolate"])
 health.check_health(open_store(rank, 300.0), rank, 3, torch.device("cpu"), rules)
 print("well")
@@ -84,10 +79,9 @@ def check(start, tmp_path):
         shared = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": str(per_machine), "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": str(free_port()), "Z2A_FAULTS": str(tmp_path / "plan.json")}
         job = {"wrong": wrong, "excludes": excludes, "isolate": isolate}
-        job["pair_seconds"] = 3.0 if faults else 300.0  # one that dies in the exchange is waited for so long
-        started = [
-            start(json.dumps({**job, "variables": {**shared, "RANK": str(rank)}}), code=PROCESS) for rank in range(3)
-        ]
+        job["seconds"] = (3.0, 2.0) if faults else (300.0, 300.0)  # one that dies in the exchange is waited for so long
+        of_rank = [{**job, "variables": {**shared, "RANK": str(rank)}} for rank in range(3)]
+        started = [start(json.dumps(each), code=PROCESS) for each in of_rank]
         for one in started:
             one.wait()
         return [one.text() for one in started]

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.waiting import wait_until
 from zero2all.parallel.launch import run_processes
 from zero2all.resilience.supervisor import Watch
 
@@ -25,36 +26,26 @@ def in_each_process(tmp_path, monkeypatch):
     return become
 
 
-def test_the_command_ends_with_the_code_of_the_process_that_was_killed_and_not_of_those_that_noticed(
-    in_each_process, tmp_path, capfd
-):
+def test_the_command_ends_with_the_code_of_the_process_that_was_killed_not_of_others(in_each_process, tmp_path, capfd):
     killed = tmp_path / "killed"
     notice = f"while [ ! -e {killed} ] || kill -0 $(cat {killed}); do sleep 0.05; done 2> {tmp_path}/gone"
-    in_each_process(
-        f'if [ "$RANK" = 1 ]; then echo $$ > {killed}.new; mv {killed}.new {killed}; kill -KILL $$; fi',
-        notice,
-        "exit 1",
-    )
+    kill = f'if [ "$RANK" = 1 ]; then echo $$ > {killed}.new; mv {killed}.new {killed}; kill -KILL $$; fi'
+    in_each_process(kill, notice, "exit 1")
     assert run_processes(3, []) == 128 + signal.SIGKILL
     said = capfd.readouterr().err
     for words in ("z2a: Rank 1 was killed by SIGKILL", "memory", "Run the same command again"):
         assert words in said
 
 
-def test_a_process_that_does_not_end_is_stopped_and_named(in_each_process, capfd):
+def test_a_process_that_does_not_end_is_stopped_and_named_but_those_that_were_asked_may_save(in_each_process, capfd):
     in_each_process('if [ "$RANK" = 0 ]; then exec sleep 600; fi', "exit 12")
     assert run_processes(2, [], Watch(grace_seconds=0.2)) == 12
     assert "Rank 0 did not end within 0.2 s" in capfd.readouterr().err
-
-
-def test_one_that_was_asked_to_stop_gives_the_others_all_the_time_to_save(in_each_process, capfd):
     in_each_process('if [ "$RANK" = 0 ]; then sleep 0.6; fi', "exit 10")
-    assert run_processes(2, [], Watch(grace_seconds=0.1)) == 10
-    assert capfd.readouterr().err == ""
+    assert (run_processes(2, [], Watch(grace_seconds=0.1)), capfd.readouterr().err) == (10, "")
 
 
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch):
-    """As with `z2a` itself, whose first place to look is the folder of that script."""
     (tmp_path / "argparse.py").write_text("raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.chdir(tmp_path)
@@ -77,8 +68,7 @@ def test_a_signal_to_the_command_reaches_every_process(in_each_process, sighup_a
     in_each_process(f"trap 'exit 10' {name}", f"touch {tmp_path}/ready-$RANK", "while :; do sleep 0.05; done")
 
     def send():
-        while len(list(tmp_path.glob("ready-*"))) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()

@@ -71,16 +71,12 @@ def test_a_second_machine_0_on_this_host_is_suspected():
         nodes.listen()
 
 
-def test_a_range_of_ports_for_firewalls():
+def test_ranges_of_ports_numbers_of_machines_and_the_first_host_of_a_slurm_list_are_read():
     assert list(ParallelConfig(ports="30000-30002").free_ports) == [30000, 30001, 30002]
-    assert list(ParallelConfig().free_ports) == [0]
-    assert ParallelConfig(ports="30000-30000").problems("parallel") == []
+    assert (list(ParallelConfig().free_ports), ParallelConfig(ports="30000-30000").problems("parallel")) == ([0], [])
     for wrong in ("30000", "2-1", "0-9", "1-70000", "a-b"):
         (problem,) = ParallelConfig(ports=wrong).problems("parallel")
         assert (problem.field, problem.value) == ("parallel.ports", wrong)
-
-
-def test_numbers_of_machines_are_read_and_the_first_host_of_a_slurm_list():
     assert [read_counts(text) for text in ("4", "2:4")] == [(4, 4), (2, 4)]
     for wrong in ("0", "4:2", "2:", "a", "1:2:3"):
         with pytest.raises(ValueError):  # noqa: PT011
@@ -125,9 +121,6 @@ pathlib.Path(sys.argv[1], "rank-" + os.environ["RANK"]).write_text(said)
     ]
 
 
-# ---- the network between them ----
-
-
 ETHERNET = Chosen("eth0", "10.0.0.1", "the route to 10.0.0.2 leaves through it", 1000)
 
 
@@ -168,8 +161,7 @@ def test_a_link_of_known_speed_is_measured(monkeypatch):
 
     monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: now))
     latency, bits = measure_ring(exchange, lambda seconds: seconds)
-    assert latency == pytest.approx(0.002, rel=1e-3)
-    assert bits == pytest.approx(160e6, rel=1e-3)
+    assert (latency, bits) == (pytest.approx(0.002, rel=1e-3), pytest.approx(160e6, rel=1e-3))
 
 
 JOIN = """
@@ -219,15 +211,11 @@ def test_a_process_takes_the_cpus_of_its_gpu_s_node_unless_somebody_chose(tmp_pa
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["index", "uuid"])
 def test_the_pci_place_is_that_of_the_visible_gpu(form):
-    asked = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={form},pci.bus_id", "--format=csv,noheader"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    command = ["nvidia-smi", f"--query-gpu={form},pci.bus_id", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=True)
     name, bus = (word.strip() for word in asked.stdout.splitlines()[-1].split(","))
-    program = (
-        "import torch; p = torch.cuda.get_device_properties(0); "
-        "print(f'{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0')"
-    )
+    program = "import torch; p = torch.cuda.get_device_properties(0); "
+    program += "print(f'{p.pci_domain_id:08x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0')"
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": name}
     said = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     assert said.stdout.strip().upper() == bus.upper()

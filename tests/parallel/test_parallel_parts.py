@@ -27,11 +27,9 @@ def test_the_boxes_of_a_range_hold_its_values_and_nothing_else(shape, data):
     whole = torch.arange(math.prod(shape)).view(shape)
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
-    part = (
-        TensorPart.of_range(whole.reshape(-1)[start:stop], tuple(shape), start, None)
-        if shape
-        else TensorPart.whole(whole)
-    )
+    part = TensorPart.whole(whole)
+    if shape:
+        part = TensorPart.of_range(whole.reshape(-1)[start:stop], tuple(shape), start, None)
     seen = torch.full_like(whole, -1)
     for offsets, box in part.boxes():
         at = tuple(slice(first, first + length) for first, length in zip(offsets, box.shape, strict=True))
@@ -42,19 +40,13 @@ def test_the_boxes_of_a_range_hold_its_values_and_nothing_else(shape, data):
     assert len(list(part.boxes())) <= max(1, 2 * len(shape) - 1)
 
 
-def test_the_index_of_a_box_is_the_place_in_the_whole_tensor():
+def test_the_index_of_a_box_is_the_place_in_the_whole_tensor_and_values_per_row_are_cut_at_the_same_rows():
     whole = torch.arange(4 * 6, dtype=torch.int32).view(4, 6)
     box = whole[1:4, 2:5]
     part = TensorPart(box.reshape(-1)[2:7].clone(), (4, 6), Box((1, 2), (3, 3)), start=2)
     assert part.index().tolist() == part.values.tolist()
-    assert [(at, here.tolist()) for at, here in part.boxes()] == [
-        ((1, 4), [[10]]),
-        ((2, 2), [[14, 15, 16]]),
-        ((3, 2), [[20]]),
-    ]
-
-
-def test_values_per_row_are_cut_at_the_same_rows():
+    boxes = [(at, here.tolist()) for at, here in part.boxes()]
+    assert boxes == [((1, 4), [[10]]), ((2, 2), [[14, 15, 16]]), ((3, 2), [[20]])]
     part = TensorPart.of_range(torch.zeros(2 * 3), (5, 3), 6, None)
     scales = part.by_row(torch.zeros(2, 4), (4,))
     assert (scales.shape, scales.start, [at for at, _ in scales.boxes()]) == ((5, 4), 8, [(2, 0)])
@@ -73,9 +65,8 @@ def test_the_layout_table_covers_the_model_exactly(options):
 
 
 def test_a_seed_means_the_same_weights_whatever_else_the_model_has():
-    small, deep = (
-        ModelConfig(vocab_size=70, hidden_size=16, intermediate_size=24, layers=n, heads=4, kv_heads=2) for n in (2, 3)
-    )
+    shape = {"vocab_size": 70, "hidden_size": 16, "intermediate_size": 24, "heads": 4, "kv_heads": 2}
+    small, deep = (ModelConfig(**shape, layers=layers) for layers in (2, 3))
     drawn = {one.name: initial_values(one.name, one.shape, one.kind, small, 5) for one in layout_table(small)}
     again = {one.name: initial_values(one.name, one.shape, one.kind, deep, 5) for one in layout_table(deep)}
     assert torch.equal(drawn["blocks.1.attention.q.weight"], again["blocks.1.attention.q.weight"])
@@ -98,9 +89,6 @@ def test_owners_of_the_1b_model_hold_about_the_same(optimizer, shards):
     equal = sum(one.numel for one in table) / shards
     tolerance = 1.02 if optimizer in ("adamw", "adamw_8bit") else 1.1  # matrices of 12 M values have one owner each
     assert max(own) <= tolerance * equal
-
-
-# ---- cut by FSDP2 ----
 
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, layers=1, heads=4, kv_heads=1)

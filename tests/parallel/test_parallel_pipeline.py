@@ -4,19 +4,13 @@ import dataclasses
 import itertools
 
 import pytest
-import torch
 
 from zero2all.model.config import ModelConfig, MoeConfig
 from zero2all.model.z2all import PipelineStage
-from zero2all.ops.gradient_sink import deferring
-from zero2all.ops.linear import deferrable_linear
 from zero2all.parallel.pipeline import ModelCosts, make_stages, model_costs
 from zero2all.parallel.schedule import make_orders, predicted_bubble
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
-
-
-# ---- schedules ----
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
@@ -52,9 +46,6 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_stages_behind():
         assert max(kept) == 4 - rank
 
 
-# ---- stages ----
-
-
 @pytest.mark.parametrize(("layers", "head", "count"), [(7, 0.3, 3), (9, 4.0, 4), (6, 1.0, 6), (8, 9.0, 2), (5, 0.0, 2)])
 def test_no_cut_has_a_cheaper_dearest_stage(layers, head, count):
     costs = ModelCosts([1.0 + 0.1 * (number % 3) for number in range(layers)], head)
@@ -73,23 +64,8 @@ def test_costs_are_the_flops_of_a_token():
     model = ModelConfig(vocab_size=640, hidden_size=64, intermediate_size=128, layers=3, heads=4, kv_heads=2)
     costs = model_costs(model, seq_len=32)
     matrices = 64 * (4 + 2 * 2) * 16 + 64 * 64 + 3 * 64 * 128
-    assert costs.blocks == [pytest.approx(6 * matrices + 6 * 64 * 32)] * 3
-    assert costs.head == 6 * 640 * 64
+    assert (costs.blocks, costs.head) == ([pytest.approx(6 * matrices + 6 * 64 * 32)] * 3, 6 * 640 * 64)
     moe = MoeConfig(experts=8, experts_per_token=2, expert_size=32, dense_layers=1)
     with_experts = model_costs(dataclasses.replace(model, moe=moe), seq_len=32)
     assert with_experts.blocks[0] == pytest.approx(costs.blocks[0])
     assert with_experts.blocks[1:] == [pytest.approx(costs.blocks[0] + 6 * (64 * 8 + 3 * 64 * (2 * 32 - 128)))] * 2
-
-
-def test_a_deferred_product_is_added_when_the_queue_is_worked_off():
-    x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.nn.Parameter(torch.randn(5, 4))
-    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight).square().sum(), (x, weight))
-    queue = []
-    with deferring(queue):
-        deferrable_linear(x, weight).square().sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(x.grad, expected[0])
-    for _ in range(2):
-        for add_product in queue:
-            add_product()
-    torch.testing.assert_close(weight.grad, 2 * expected[1])

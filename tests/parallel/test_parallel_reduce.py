@@ -13,8 +13,7 @@ from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import init_weights
 from zero2all.train.weights import FlatWeights
 
-TWO = Mesh(MeshSizes(replicate=2))
-"""The first of two replicas; nothing here reaches a second one."""
+TWO = Mesh(MeshSizes(replicate=2))  # the first of two replicas; nothing here reaches a second one
 
 
 class Link:
@@ -49,27 +48,18 @@ def run_pass(model, weights, is_last):
     weights.end_pass()
 
 
-def test_all_buckets_but_the_last_are_on_their_way_before_the_backward_pass_ends(monkeypatch):
+def test_buckets_go_from_the_end_of_the_model_while_the_backward_pass_computes_with_their_final_values(monkeypatch):
     link = Link(monkeypatch)
     model, weights = make(link)
     run_pass(model, weights, is_last=True)
-    count = len(weights.plan.buckets)
-    assert count >= 4
-    before_the_end = link.events[: link.events.index("embedding")]
-    assert before_the_end == ["sent"] * (count - 1)
-    assert link.events[count:] == ["sent"] + ["waited"] * count
-
-
-def test_buckets_go_from_the_end_of_the_model_to_its_beginning_with_their_final_values(monkeypatch):
-    link = Link(monkeypatch)
-    model, weights = make(link)
-    run_pass(model, weights, is_last=True)
-    spans = [weights.plan.buckets[number].span for number in weights.plan.backward_order]
-    assert [values.storage_offset() for values, _ in link.sent] == [span.start for span in spans]
+    buckets = [weights.plan.buckets[number] for number in weights.plan.backward_order]
+    assert len(buckets) >= 4
+    assert (buckets[0].kind, buckets[-1].kind) == ("head", "embedding")
+    assert link.events[: link.events.index("embedding")] == ["sent"] * (len(buckets) - 1), "all but the last"
+    assert link.events[len(buckets) :] == ["sent"] + ["waited"] * len(buckets)
+    assert [values.storage_offset() for values, _ in link.sent] == [bucket.span.start for bucket in buckets]
     for values, as_sent in link.sent:
         assert torch.equal(values, as_sent), "nothing is added after it was sent"
-    assert weights.plan.buckets[weights.plan.backward_order[0]].kind == "head"
-    assert weights.plan.buckets[weights.plan.backward_order[-1]].kind == "embedding"
 
 
 def test_only_the_last_pass_of_a_step_sends_and_it_sends_the_sum_of_all(monkeypatch):

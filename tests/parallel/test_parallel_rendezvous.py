@@ -70,16 +70,12 @@ def test_one_that_was_started_with_another_number_of_processes_stops_itself():
     assert str(found[3]) == "Rank 3 differs from rank 0: processes 4 instead of 3. Nothing was started."
 
 
-def test_one_that_comes_twice_is_named_to_all_without_waiting_for_those_who_are_missing():
+def test_one_that_comes_twice_is_named_to_all_at_once_and_one_that_comes_when_the_run_has_begun_ends_alone():
     found = ends(dist.HashStore(), {0: FACTS, 1: FACTS}, seconds=1e6, again=[1])
     for name in (0, 1, 1.5):
         assert isinstance(found[name], UsageError)
-        assert str(found[name]).startswith(
-            f"Rank 1 connected twice: from {socket.gethostname()} (process {os.getpid()}) and "
-        )
-
-
-def test_one_that_comes_when_the_run_has_begun_ends_alone():
+        one = f"Rank 1 connected twice: from {socket.gethostname()} (process {os.getpid()}) and "
+        assert str(found[name]).startswith(one)
     found = ends(dist.HashStore(), dict.fromkeys(range(3), FACTS), late=[1])
     assert [found[rank] for rank in range(3)] == [None] * 3
     assert str(found[1.5]).startswith("Rank 1 connected twice: from ")
@@ -87,7 +83,6 @@ def test_one_that_comes_when_the_run_has_begun_ends_alone():
 
 @pytest.fixture
 def machines(monkeypatch):
-    """Each rank is a machine of its own."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -95,7 +90,6 @@ def machines(monkeypatch):
 
 @pytest.fixture
 def port(monkeypatch):
-    """Where rank 0 may hold the store."""
     number = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(number))

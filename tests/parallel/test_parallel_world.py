@@ -34,8 +34,6 @@ def test_errors_of_nccl_and_of_the_store_have_types(kind):
 
 
 class Lost:
-    """A collective whose other process has died."""
-
     def __init__(self, kind):
         self.kind = kind
 
@@ -48,14 +46,11 @@ def test_a_collective_that_was_waited_for_is_one_though_our_own_code_waited():
     assert not is_failed_collective(raised(lambda: wait_for([Lost(torch.OutOfMemoryError)])))
 
 
-def test_our_own_errors_are_none_also_behind_a_door_of_torch_distributed():
+def test_our_own_errors_are_none_also_behind_a_door_of_torch_distributed_nor_is_too_little_memory_in_a_collective():
     assert not is_failed_collective(RuntimeError("Connection reset by peer"))
     assert not is_failed_collective(raised(lambda: torch.zeros(2) @ torch.zeros(3)))
     behind_fsdp = in_module("torch.distributed.fsdp.made_up", "inner()")
     assert not is_failed_collective(raised(lambda: behind_fsdp(lambda: torch.zeros(2) @ torch.zeros(3))))
-
-
-def test_out_of_memory_in_a_collective_is_not_a_peer_failure():
     no_memory = in_module("torch.distributed.fsdp.made_up", "raise torch.OutOfMemoryError('CUDA out of memory')")
     assert not is_failed_collective(raised(no_memory))
 
@@ -70,9 +65,14 @@ class ThreeRanks(World):
     def gather(self, value):
         said = [None if each is None else error_values(each) for each in self.errors]
         assert value == (None if said[1] is None else [said[1], socket.gethostname()])
-        return [
-            None if each is None else [each, host] for each, host in zip(said, ("one", "two", "three"), strict=True)
-        ]
+        return [each and [each, host] for each, host in zip(said, ("one", "two", "three"), strict=True)]
+
+
+def fails_with(text: str) -> Callable[[], Any]:
+    def work():
+        raise DiskError(text)
+
+    return work
 
 
 def test_an_error_of_one_rank_is_raised_by_all_and_names_it():
@@ -86,20 +86,13 @@ def test_an_error_of_one_rank_is_raised_by_all_and_names_it():
 @pytest.mark.parametrize(("on_each", "is_of_all"), [(3, True), (1, False)])
 def test_the_rank_with_the_error_says_it_too_where_rank_0_is_on_another_machine(monkeypatch, on_each, is_of_all):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_each))
-
-    def full():
-        raise DiskError("it is full")
-
     with pytest.raises(DiskError, match=r"^Rank 1 on two: it is full$") as raised:
-        ThreeRanks(None, DiskError("it is full"), None).run_together(full)
+        ThreeRanks(None, DiskError("it is full"), None).run_together(fails_with("it is full"))
     assert raised.value.of_all_ranks is is_of_all
 
 
 def test_an_error_of_all_ranks_is_that_of_the_first_and_names_none():
-    def full():
-        raise DiskError("full here")
-
     world = ThreeRanks(DiskError("full there"), DiskError("full here"), BadInputError("no folder"))
     with pytest.raises(DiskError, match=r"^full there$") as raised:
-        world.run_together(full)
+        world.run_together(fails_with("full here"))
     assert raised.value.of_all_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.predict import FIRST_GUESS_SECONDS, reserved_seconds, summary
+from benchmarks.predict import summary
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.estimate.machine import named_cluster, write_machine
 from zero2all.measure import machine_profiles as profiles
@@ -52,24 +52,19 @@ def test_more_gpus_have_more_tokens_a_second_and_less_memory_with_zero():
     assert one.cost == pytest.approx(one.run_seconds / 3600 * 2.0)
     assert eight.joules == pytest.approx(8 * 700.0 * eight.run_seconds)
     assert 0.3 < one.as_json()["mfu"]["seed"] < 0.8
+    for found in (eight, predicted(overrides=["--train.recompute", "full"])):
+        assert sum(found.components.values()) == pytest.approx(found.step.estimate)
+        assert all(seconds >= 0 for seconds in found.components.values())
 
 
 def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_share_them(z2a):
-    for gpus, batch in ((1, "16x2048x32"), (8, "16x2048x4"), (7, "16x2048x5"), (64, "8x2048x1")):
+    for gpus, batch in ((1, "16x2048x32"), (7, "16x2048x5"), (64, "8x2048x1")):
         words = ["perf", "predict", "z2all-1b", "--cluster", "h100", "--gpus", gpus, "--parallel.zero", "3"]
         found = json.loads(z2a.done(*words, "--json", "-"))
         assert (found["tokens_per_step"], found["steps"], found["batch"]) == (1048576, 20027, batch)
-    of_batch = prediction_for(
-        load_measured_config("z2all-1b", [])[0], BatchShape(4, 2048, 1), PredictionTarget("h100", gpus=64)
-    )
+    config, _ = load_measured_config("z2all-1b", [])
+    of_batch = prediction_for(config, BatchShape(4, 2048, 1), PredictionTarget("h100", gpus=64))
     assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process
-
-
-def test_components_add_up_to_the_step():
-    for recompute in ("none", "selective", "full"):
-        found = predicted(overrides=["--train.recompute", recompute])
-        assert sum(found.components.values()) == pytest.approx(found.step.estimate)
-        assert all(seconds >= 0 for seconds in found.components.values())
 
 
 def test_everything_that_is_wrong_is_said_at_once():
@@ -93,8 +88,7 @@ def test_verify_prints_what_was_predicted_beside_what_was_measured(folder, monke
     write_machine(profiles.profile_path(key), machine)
     words = ["--batch", BATCH, "--json", "x.json", *TINY]
     printed = z2a.done("perf", "predict", "quickstart", "--verify", *words)
-    for name in ("step, ms", "GEMM, ms", "peak allocated, GiB"):
-        assert name in printed
+    assert [name for name in ("step, ms", "GEMM, ms", "peak allocated, GiB") if name not in printed] == []
     found = json.loads((folder / "x.json").read_text())
     assert found["measured"]["step_seconds"] > found["prediction"]["seconds"]["estimate"] > 0  # of an H200, on this CPU
 
@@ -109,5 +103,3 @@ def test_the_figures_of_the_documentation_follow_from_the_stored_measurements():
     stored = json.loads((Path(__file__).parents[2] / "benchmarks/results/predict.json").read_text())
     for sitting in stored.values():
         assert summary(sitting["cases"]) == sitting["summary"]
-    assert reserved_seconds([]) == FIRST_GUESS_SECONDS
-    assert reserved_seconds([{"wall_seconds": 10.0}, {"wall_seconds": 8.0}]) == 15.0, "by what earlier ones took"

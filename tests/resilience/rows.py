@@ -3,41 +3,39 @@
 `python -m tests.resilience.rows` prints those elsewhere than here, for `make chaos`.
 """
 
-HERE = "resilience/test_acceptance.py::test_the_run_ends_with_the_bits_of_the_undisturbed_one"
-SUPERVISOR = "resilience/test_supervisor.py::test_a_rank_that_fails_is_named_and_all_are_started_again"
+ACCEPTANCE, SUPERVISOR = "resilience/test_acceptance.py", "resilience/test_supervisor.py"
+HERE = f"{ACCEPTANCE}::test_the_run_ends_with_the_bits_of_the_undisturbed_one"
+NAMED = f"{SUPERVISOR}::test_a_rank_that_fails_is_named_and_all_are_started_again"
+NO_MEMORY = f"{ACCEPTANCE}::test_after_a_loss_of_everything_in_memory_the_disk_is_used"
+MACHINES, NODES = "resilience/test_machines.py", "resilience/test_elastic_runs.py"
+SUPERVISED, SLOTS = "resilience/test_supervised_runs.py", "resilience/test_memory_slots.py"
 STORE, KILLED = "train/checkpoints/test_checkpoints_store.py", "train/checkpoints/test_checkpoints_killed.py"
 DAMAGE, GUARDS = "train/checkpoints/test_checkpoints_damage.py", "train/test_train_guards.py"
 MEMORY, RANKS = "train/test_train_memory.py", "train/checkpoints/test_checkpoints_ranks.py"
+RESUME, DATA = "train/test_train_resume.py", "train/test_train_data.py"
 ON_A_GPU = "needs a GPU"
 
 ROWS: dict[int, list[str] | str] = {
-    1: [SUPERVISOR, HERE],
-    2: ["resilience/test_supervisor.py::test_all_ranks_killed_at_once_are_started_again", HERE],
-    3: [
-        "resilience/test_supervisor.py::test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank",
-        "resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used",
-    ],
+    1: [NAMED, HERE],
+    2: [f"{SUPERVISOR}::test_all_ranks_killed_at_once_are_started_again", HERE],
+    3: [f"{SUPERVISOR}::test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank", NO_MEMORY],
     4: [
-        "resilience/test_acceptance.py::test_after_a_loss_of_everything_in_memory_the_disk_is_used",
+        NO_MEMORY,
         "resilience/test_copies.py::test_a_machine_without_memory_fetches_the_newest_step_that_all_have",
-        "resilience/test_peer_runs.py::"
-        "test_a_replaced_machine_continues_from_the_memory_of_the_other_and_with_damage_there_from_the_disk",
+        "resilience/test_peer_runs.py::test_a_replaced_machine_continues_from_the_memory_of_the_other_or_from_the_disk",
     ],
     5: [
-        "resilience/test_supervisor.py::test_a_deadline_ends_in_a_save",
-        "train/test_train_resume.py::test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_bits",
+        f"{SUPERVISOR}::test_a_deadline_ends_in_a_save",
+        f"{RESUME}::test_a_run_asked_to_stop_saves_and_says_so_and_its_rerun_ends_with_the_same_bits",
     ],
-    6: ["resilience/test_acceptance.py::test_signals_during_a_save_leave_no_half_checkpoint"],
-    7: [SUPERVISOR, HERE],
-    8: [
-        "resilience/test_supervised_runs.py::"
-        "test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_ends_with_the_same_bits"
-    ],
-    9: [SUPERVISOR, HERE],
-    10: [SUPERVISOR, HERE],
-    11: ["resilience/test_supervisor.py::test_the_same_error_at_the_same_step_is_tried_twice_and_then_given_up"],
-    12: ["resilience/test_supervisor.py::test_progress_gives_the_restarts_back", HERE],
-    13: ["resilience/test_memory_slots.py::test_a_kill_during_the_copy_leaves_a_whole_state", HERE],
+    6: [f"{ACCEPTANCE}::test_signals_during_a_save_leave_no_half_checkpoint"],
+    7: [NAMED, HERE],
+    8: [f"{SUPERVISED}::test_a_rank_that_skips_a_collective_is_named_and_the_run_ends_with_the_same_bits"],
+    9: [NAMED, HERE],
+    10: [NAMED, HERE],
+    11: [f"{SUPERVISOR}::test_the_same_error_at_the_same_step_is_tried_twice_and_then_given_up"],
+    12: [f"{SUPERVISOR}::test_progress_gives_the_restarts_back", HERE],
+    13: [f"{SLOTS}::test_a_kill_during_the_copy_leaves_a_whole_state", HERE],
     14: [f"{KILLED}::test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new", HERE],
     15: [f"{KILLED}::test_a_kill_at_every_file_operation_of_a_save_leaves_old_or_new", HERE],
     16: ["train/checkpoints/test_checkpoints_retention.py::test_what_killed_saves_and_deletions_left_is_swept", HERE],
@@ -45,7 +43,7 @@ ROWS: dict[int, list[str] | str] = {
     18: [f"{DAMAGE}::test_no_flipped_byte_and_no_cut_loads_in_silence"],
     19: [
         f"{DAMAGE}::test_no_flipped_byte_and_no_cut_loads_in_silence",
-        "resilience/test_memory_slots.py::test_of_500_byte_flips_none_is_accepted_and_the_older_state_is_used",
+        f"{SLOTS}::test_of_500_byte_flips_none_is_accepted_and_the_older_state_is_used",
         HERE,
     ],
     20: [
@@ -66,21 +64,19 @@ ROWS: dict[int, list[str] | str] = {
         "train/test_train_exact.py::test_a_sharded_run_resumes_at_any_number_of_processes_and_micro_batch",
         f"{RANKS}::test_what_two_ranks_saved_comes_back_bit_for_bit_at_one_two_and_three",
     ],
-    31: ["resilience/test_machines.py::test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_back"],
+    31: [f"{MACHINES}::test_a_machine_that_is_lost_is_left_out_and_taken_in_again_when_it_comes_back"],
     32: [
-        "resilience/test_machines.py::test_without_machine_0_the_others_end_their_ranks_and_wait_for_it",
-        "resilience/test_elastic_runs.py::"
-        "test_when_machine_0_is_lost_the_other_ends_its_ranks_and_goes_on_once_it_is_back",
+        f"{MACHINES}::test_without_machine_0_the_others_end_their_ranks_and_wait_for_it",
+        f"{NODES}::test_when_machine_0_is_lost_the_other_ends_its_ranks_and_goes_on_once_it_is_back",
     ],
     33: [
         f"{STORE}::test_a_process_that_lost_the_run_commits_nothing",
-        "resilience/test_elastic_runs.py::test_a_machine_that_is_cut_off_commits_nothing_while_the_other_goes_on_"
-        "and_joins_again_when_the_network_heals",
+        f"{NODES}::test_a_machine_that_is_cut_off_commits_nothing_and_joins_again_when_the_network_heals",
     ],
-    34: ["train/test_train_resume.py::test_a_second_process_on_the_same_run_is_refused_and_a_dead_one_holds_nothing"],
+    34: [f"{RESUME}::test_a_second_process_on_the_same_run_is_refused_and_a_dead_one_holds_nothing"],
     35: [
         "train/test_two_machines.py::test_a_rank_that_does_not_come_is_named",
-        "resilience/test_machines.py::test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them",
+        f"{MACHINES}::test_machines_that_do_not_come_are_named_and_the_minimum_starts_without_them",
     ],
     36: ["train/hooks/test_stragglers.py::test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events"],
     37: [
@@ -91,18 +87,15 @@ ROWS: dict[int, list[str] | str] = {
     39: [f"{GUARDS}::test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_clean_one"],
     40: [f"{GUARDS}::test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before"],
     41: [
-        "resilience/test_acceptance.py::test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_checkpoint",
+        f"{ACCEPTANCE}::test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_checkpoint",
         f"{MEMORY}::test_replicas_that_differ_are_found_at_the_next_check",
         f"{MEMORY}::test_a_step_computed_twice_changes_nothing_and_a_wrong_one_is_named",
     ],
     42: [
-        "train/test_train_data.py::test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended",
+        f"{DATA}::test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended",
         "packed/test_packed_verify.py::test_a_missing_or_short_file_of_any_kind_is_named",
     ],
-    43: [
-        "train/test_train_data.py::"
-        "test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down"
-    ],
+    43: [f"{DATA}::test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writes_it_down"],
     44: [HERE],  # memory of the machine; that of a GPU: benchmarks/gpu_faults.py
     45: ON_A_GPU,  # benchmarks/gpu_faults.py, and row 46
     46: ON_A_GPU,
@@ -116,14 +109,13 @@ ROWS: dict[int, list[str] | str] = {
         "train/test_trainer.py::test_changed_settings_are_listed_and_refused",
         f"{GUARDS}::test_data_packed_with_another_tokenizer_is_refused",
     ],
-    50: ["resilience/test_supervised_runs.py::test_a_clock_that_jumps_is_no_hang"],
+    50: [f"{SUPERVISED}::test_a_clock_that_jumps_is_no_hang"],
     51: [
         "train/test_trainer.py::test_metrics_that_cannot_be_written_do_not_stop_the_run_and_are_reported_at_its_end",
         "track/test_writer.py::test_a_disk_that_stays_full_raises_nothing_and_the_loss_is_counted",
     ],
     52: ["resilience/test_soak.py::test_random_faults_leave_the_bits_of_the_undisturbed_run"],
-}
-"""Row -> its tests, or why there is none."""
+}  # row -> its tests, or why there is none
 
 if __name__ == "__main__":
     named = {test for tests in ROWS.values() if isinstance(tests, list) for test in tests}

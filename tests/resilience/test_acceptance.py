@@ -14,7 +14,10 @@ import psutil
 import pytest
 
 from tests.resilience.rows import ROWS
+from tests.train.conftest import small_config
+from tests.train.states import bits, events
 from tests.waiting import wait_until
+from zero2all.common.errors import UsageError
 from zero2all.config import config_yaml
 from zero2all.resilience.chaos import read_plan
 from zero2all.track.reader import read_run
@@ -43,12 +46,7 @@ def test_every_row_has_a_test_that_exists_or_a_reason_and_15_are_quick():
         assert [row for row in ROWS if not re.search(rf"^\| {row} \|", text, re.MULTILINE)] == []
 
 
-# ---- plans ----
-
-
 def test_all_problems_of_a_plan_are_named_at_once(tmp_path):
-    from zero2all.common.errors import UsageError
-
     plan = tmp_path / "plan.yaml"
     plan.write_text(
         "- {fault: kil, rank: 7, step: 80}\n"
@@ -59,8 +57,7 @@ def test_all_problems_of_a_plan_are_named_at_once(tmp_path):
     )
     with pytest.raises(UsageError) as error:
         read_plan(plan, ranks=2, steps=12)
-    lines = str(error.value).splitlines()
-    expected = [
+    assert [line.strip() for line in str(error.value).splitlines()[1:]] == [
         "fault 1.fault: got 'kil', expected a fault. Did you mean `kill`?",
         "fault 1.rank: got 7, expected a rank of this run (0 to 1), or all.",
         "fault 1.step: got 80, expected at most train.steps, 12.",
@@ -69,10 +66,7 @@ def test_all_problems_of_a_plan_are_named_at_once(tmp_path):
         "fault 4: got 'kill', expected step, point or after: when it happens.",
         "`fault 5` has no field `stepp`. Did you mean `step`?",
     ]
-    assert [line.strip() for line in lines[1:]] == expected
 
-
-# ---- real training under faults ----
 
 STEPS = 16
 SECTIONS = {
@@ -86,25 +80,17 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def lab(shared_work, tmp_path_factory):
-    """A workspace with the undisturbed run."""
     root = tmp_path_factory.mktemp("chaos") / "work"
     shutil.copytree(shared_work.root, root)
     (root / "ram").mkdir()
     lab = Lab(root)
-    lab.write_config()
-    assert lab.ended(lab.start("whole", command="train")) == 0
+    lab.ends_well("whole", command="train")
     return lab
 
 
 class Lab:
-    """Starts `z2a chaos` and looks at what is left."""
-
     def __init__(self, root: Path) -> None:
         self.root = root
-
-    def write_config(self) -> None:
-        from tests.train.conftest import small_config
-
         limits = {"start": 600.0, "first_step": 60.0, "step": 10.0, "data": 10.0, "save": 60.0}  # for a busy machine
         memory = {"memory_every_steps": 2, "memory_folder": str(self.root / "ram")}
         config = small_config(**SECTIONS, resilience={"supervise": True, "limits": limits, **memory})
@@ -125,19 +111,14 @@ class Lab:
         finally:
             process.kill()
 
+    def ends_well(self, name: str, *faults: dict, command: str = "chaos") -> None:
+        assert self.ended(self.start(name, *faults, command=command)) == 0, self.said(name)
+
     def run(self, name: str) -> Path:
         return self.root / "runs" / name
 
     def said(self, name: str) -> str:
         return (self.root / f"{name}.log").read_text()
-
-    def bits(self, name: str) -> dict[str, bytes]:
-        folder = self.run(name) / f"checkpoints/step-{STEPS:08d}"
-        assert verified_checkpoint(folder).step == STEPS
-        return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
-
-    def events(self, name: str, kind: str) -> list[dict]:
-        return [event.data for event in read_run(self.run(name)).events if event.kind == kind]
 
     def starts(self, name: str) -> list[int | None]:
         """Of each start, the step from which it continued."""
@@ -146,7 +127,7 @@ class Lab:
 
     def check_same(self, name: str) -> None:
         """What holds in every row: bits, losses, and nothing left behind."""
-        assert self.bits(name) == self.bits("whole")
+        assert bits(self.run(name), STEPS) == bits(self.run("whole"), STEPS)
         losses = [read_run(self.run(each)).series["loss"].value.tolist() for each in (name, "whole")]
         assert losses[0] == losses[1]
         for folder in list_checkpoints(self.run(name)):
@@ -178,18 +159,17 @@ CASES = {
     "25-io-error": ([{**KILL, "fault": "io_error", "rank": 0, "point": "manifest"}], None),
     "26-slow-disk": ([{"fault": "slow", "rank": 0, "point": "file", "seconds": 1.0, "every": True}], None),
     "29-one-rank": ([{**KILL, "fault": "io_error"}], None),
-}
-"""Row and name -> the plan, and the step from which the run must continue; None: it is not interrupted."""
+}  # row and name -> the plan, and the step from which the run must continue; None: it is not interrupted
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("case", CASES)
 def test_the_run_ends_with_the_bits_of_the_undisturbed_one(lab, case):
     faults, step = CASES[case]
-    assert lab.ended(lab.start(case, *faults)) == 0, lab.said(case)
+    lab.ends_well(case, *faults)
     lab.check_same(case)
     assert "did not happen" not in lab.said(case)
-    incidents = lab.events(case, "incident")
+    incidents = [event.data for event in events(lab.run(case), "incident")]
     if step is None:
         assert incidents == []
         failed = re.findall(r"The checkpoint of step (\d+) was not saved", lab.said(case))
@@ -204,8 +184,7 @@ def test_the_run_ends_with_the_bits_of_the_undisturbed_one(lab, case):
 
 @pytest.mark.chaos
 def test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_checkpoint(lab):
-    fault = {"fault": "weight_bit", "rank": 1, "step": 8}
-    assert lab.ended(lab.start("41-weight", fault)) == 0, lab.said("41-weight")
+    lab.ends_well("41-weight", {"fault": "weight_bit", "rank": 1, "step": 8})
     assert "replicas" in lab.said("41-weight")
     lab.check_same("41-weight")
 
@@ -213,7 +192,6 @@ def test_a_flipped_bit_of_a_weight_is_found_and_the_run_starts_again_from_its_ch
 @pytest.mark.chaos
 def test_after_a_loss_of_everything_in_memory_the_disk_is_used(lab):
     process = lab.start("4-reboot", {"fault": "stop", "rank": "all", "step": 14})
-    children = []
     wait_until(lambda: lab.said("4-reboot").count("stop in rank") == 2)
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
@@ -222,7 +200,7 @@ def test_after_a_loss_of_everything_in_memory_the_disk_is_used(lab):
         child.kill() if child.is_running() else None
     saved = max(step_of(folder) for folder in list_checkpoints(lab.run("4-reboot")))  # 10, if that save had ended
     shutil.rmtree(next((lab.root / "ram").glob("zero2all-*")))
-    assert lab.ended(lab.start("4-reboot", {"fault": "stop", "rank": "all", "step": 14})) == 0, lab.said("4-reboot")
+    lab.ends_well("4-reboot", {"fault": "stop", "rank": "all", "step": 14})
     assert lab.starts("4-reboot") == [None, saved]
     lab.check_same("4-reboot")
 
@@ -239,5 +217,5 @@ def test_signals_during_a_save_leave_no_half_checkpoint(lab, numbers):
     assert lab.ended(process) in (10, 130), lab.said(name)
     for folder in list_checkpoints(lab.run(name)):
         verified_checkpoint(folder)
-    assert lab.ended(lab.start(name, {"fault": "slow", "step": STEPS, "seconds": 0.1})) == 0, lab.said(name)
+    lab.ends_well(name, {"fault": "slow", "step": STEPS, "seconds": 0.1})
     lab.check_same(name)

@@ -32,7 +32,6 @@ class Machines:
         return Copies(self.run, self.root / str(number), "127.0.0.1", SECRET)
 
     def begin(self) -> None:
-        """An attempt, on all machines at the same time."""
         self.attempt += 1
         parts = [[node, 2, list(each.address)] for node, each in enumerate(self.all)]
         order = {"token": f"attempt {self.attempt}", "machines": parts}
@@ -54,7 +53,6 @@ class Machines:
         return sorted(step for step, _ in whole_saves(self.folders[node], [2 * node, 2 * node + 1]))
 
     def copied(self, node: int) -> list[int]:
-        """The steps of a machine that the next one keeps."""
         folder = self.folders[(node + 1) % 3] / PEER_FOLDER
         return sorted(step for step, _ in whole_saves(folder, [2 * node, 2 * node + 1]))
 
@@ -89,17 +87,16 @@ def test_a_machine_without_memory_fetches_the_newest_step_that_all_have(machines
 
 def test_a_copy_that_was_not_finished_is_sent_again_without_a_new_save(machines, monkeypatch, capfd):
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.1)
-    send, failed = module._send, []
+    send, failed = module._send, set()
 
     def send_but_not_the_first_of_each(connection, group):
         if group[0].path.parent not in failed:
-            failed.append(group[0].path.parent)
+            failed.add(group[0].path.parent)
             raise ConnectionError("the line was cut")
         send(connection, group)
 
     monkeypatch.setattr(module, "_send", send_but_not_the_first_of_each)
     machines.save(10)
-    assert len(failed) == 3
     assert capfd.readouterr().err.count("was not finished: the line was cut") == 3
 
 
@@ -108,10 +105,9 @@ def test_what_the_run_gave_up_is_fetched_from_nobody(machines):
     slots.forget(machines.run)
     machines.begin()
     assert machines.own(1) == []
-    name = slots.run_id(machines.run, create=True)
-    assert name != machines.folders[0].name
-    assert slots.sweep_stale(machines.folders[0].parent, name) == [str(machines.run)]
-    assert not machines.folders[0].exists()
+    home, before = machines.folders[0].parent, machines.folders[0]
+    assert slots.sweep_stale(home, slots.run_id(machines.run, create=True)) == [str(machines.run)]
+    assert not before.exists()
 
 
 def test_a_step_that_one_machine_lacks_is_not_used(machines):
@@ -124,15 +120,14 @@ def test_a_step_that_one_machine_lacks_is_not_used(machines):
 
 def test_a_damaged_copy_is_refused_and_the_older_one_is_used_if_all_have_it(machines, capfd):
     machines.replace(1)
-    newest = whole_saves(machines.folders[2] / PEER_FOLDER, [2, 3])[8, "of 8"]
-    flip_byte(newest[1].path, PAGE + 5)
+    copies = machines.folders[2] / PEER_FOLDER
+    flip_byte(whole_saves(copies, [2, 3])[8, "of 8"][1].path, PAGE + 5)
     machines.begin()
     assert machines.own(1) == [6]
     assert "cannot be used" in capfd.readouterr().err
     machines.replace(1)
-    for rank in (2, 3):
-        for path in slots.slot_paths(machines.folders[2] / PEER_FOLDER, rank):
-            flip_byte(path, PAGE + 6)
+    for path in (*slots.slot_paths(copies, 2), *slots.slot_paths(copies, 3)):
+        flip_byte(path, PAGE + 6)
     machines.begin()
     assert machines.own(1) == []
 
@@ -149,10 +144,8 @@ def test_a_half_sent_copy_replaces_no_whole_one_and_a_stranger_gets_no_answer(ma
     time.sleep(0.3)
     assert machines.copied(1)[-1] == 8
     monkeypatch.setattr(module, "TOKEN_SECONDS", 0.1)
-    of_another_attempt = dataclasses.replace(ring, token="guessed")
-    assert module._ask(of_another_attempt, 2) == (set(), set())
-    stranger = dataclasses.replace(ring, secret=b"guessed, and long enough")
-    assert module._ask(stranger, 2) == (set(), set())
+    for stranger in ({"token": "of another attempt"}, {"secret": b"guessed, and long enough"}):
+        assert module._ask(dataclasses.replace(ring, **stranger), 2) == (set(), set())
     with socket.create_connection(ring.machines[2][2], 5) as flood, suppress(ConnectionError):
         for _ in range(400):  # no newline, no end
             flood.sendall(bytes(1 << 20))
@@ -176,6 +169,5 @@ def test_hostile_questions_of_one_who_knows_the_secret_change_nothing(machines, 
     before = set(machines.folders[2].rglob("*"))
     for said in conversations(count, good):
         play(machines.all[2]._answer, *said)
-    assert machines.copied(1)[-1:] == [8]
-    assert machines.own(2) == [6, 8]
+    assert (machines.copied(1)[-1:], machines.own(2)) == ([8], [6, 8])
     assert set(machines.folders[2].rglob("*")) <= before

@@ -53,15 +53,11 @@ def ranks_on(soak: Soak, node: int) -> list[psutil.Process]:
 def check_whole(soak: Soak, run: Path) -> None:
     """Every step has its four rows once, and the last checkpoint is intact."""
     rows = rows_of(soak)
-    assert sorted(rows) == list(range(1, STEPS + 1))
-    assert {count.total() for count in rows.values()} == {4}
+    assert (sorted(rows), {count.total() for count in rows.values()}) == (list(range(1, STEPS + 1)), {4})
     assert verified_checkpoint(list_checkpoints(run)[0]).step == STEPS
 
 
-def test_a_machine_that_is_cut_off_commits_nothing_while_the_other_goes_on_and_joins_again_when_the_network_heals(
-    soak, work
-):
-    """Rows 31 and 33."""
+def test_a_machine_that_is_cut_off_commits_nothing_and_joins_again_when_the_network_heals(soak, work):
     soak.cable(False)
     seconds = until(lambda: "attempt 2 begins on 1 machine" in log(soak, 0), soak)
     print(f"one machine went on {seconds:.1f} s after the cut")
@@ -79,7 +75,6 @@ def test_a_machine_that_is_cut_off_commits_nothing_while_the_other_goes_on_and_j
 
 
 def test_when_machine_0_is_lost_the_other_ends_its_ranks_and_goes_on_once_it_is_back(soak, work):
-    """Row 32."""
     soak.kill(0)
     seconds = until(lambda: not ranks_on(soak, 1), soak, 60)
     print(f"ranks of machine 1 ended {seconds:.1f} s after the loss")

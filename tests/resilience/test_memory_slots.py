@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.processes import Program
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import flip_byte
 from zero2all.resilience import slots
@@ -44,7 +45,6 @@ def newest(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run with steps 1 and 2 in memory."""
     (tmp_path / "ram").mkdir()
     (tmp_path / "run").mkdir()
     name = slots.run_id(tmp_path / "run", create=True)
@@ -57,7 +57,6 @@ def run(tmp_path):
 
 @pytest.fixture
 def two_steps(run, tmp_path):
-    """The folder of that run in memory."""
     return slots.ram_home(tmp_path / "ram") / slots.run_id(run)
 
 
@@ -73,16 +72,14 @@ def test_of_500_byte_flips_none_is_accepted_and_the_older_state_is_used(two_step
         place, flip = rng.randrange(len(whole)), rng.randrange(1, 256)
         path.write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
         assert newest(two_steps) == 1, place
-
-
-def test_a_file_cut_short_is_not_accepted_and_a_link_in_its_place_not_followed(two_steps, tmp_path):
-    path = path_of(two_steps, 2)
-    whole = path.read_bytes()
     for size in (0, 100, slots.PAGE, 5000):
         path.write_bytes(whole[:size])
-        assert newest(two_steps) == 1
-    (tmp_path / "elsewhere").write_bytes(whole)
-    path.unlink()
+        assert newest(two_steps) == 1, "cut short"
+
+
+def test_a_link_in_the_place_of_a_buffer_is_not_followed(two_steps, tmp_path):
+    path = path_of(two_steps, 2)
+    path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInputError, match="cannot be read"):
         slots.read_slot(path)
@@ -105,8 +102,6 @@ while True:
 
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_kill_during_the_copy_leaves_a_whole_state(tmp_path, two_steps, warm, kills):
-    from tests.processes import Program
-
     rng, last = random.Random(kills), 2
     for number in range(kills):
         program = Program(warm, KILLED, [str(two_steps), str(last)], tmp_path / f"output-{number}.txt")
@@ -141,23 +136,22 @@ def test_a_buffer_that_is_not_mapped_is_written_in_threads_and_checked_like_any_
 
 
 def test_a_folder_of_another_user_or_open_to_others_is_refused(tmp_path):
-    def refuse() -> None:
-        with pytest.raises(slots.NoMemoryFolderError, match="not a folder of this user alone"):
+    def refused() -> str:
+        with pytest.raises(slots.NoMemoryFolderError) as caught:
             slots.ram_home(tmp_path)
+        return str(caught.value)
 
     home = tmp_path / f"zero2all-{os.getuid()}"
     home.mkdir()
     home.chmod(0o755)
-    refuse()
+    assert "not a folder of this user alone" in refused()
     if os.geteuid() == 0:  # only root can give a folder to another user
         home.chmod(0o700)
         os.chown(home, 12345, 12345)
-        refuse()
+        assert "not a folder of this user alone" in refused()
     home.rmdir()
     home.symlink_to("/tmp")
-    refuse()
-    with pytest.raises(slots.NoMemoryFolderError, match="there is no folder"):
-        slots.ram_home(tmp_path / "none")
+    assert "not a folder of this user alone" in refused()
 
 
 def test_folders_of_runs_that_are_gone_are_removed_unless_in_use(run, two_steps, monkeypatch):
@@ -174,9 +168,7 @@ def test_folders_of_runs_that_are_gone_are_removed_unless_in_use(run, two_steps,
     assert not two_steps.exists()
 
 
-def test_a_copy_of_a_run_does_not_take_the_memory_of_the_first_and_remove_takes_the_files_of_one(
-    run, two_steps, tmp_path
-):
+def test_a_copy_of_a_run_does_not_take_the_memory_of_the_first_which_can_be_removed(run, two_steps, tmp_path):
     shutil.copytree(run, run.with_name("copy"))
     assert slots.run_id(run.with_name("copy")) is None
     assert slots.run_id(run) is not None

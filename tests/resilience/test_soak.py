@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import small_config
 from zero2all.common.errors import PreemptedError
 from zero2all.common.fault import FAULTS
 from zero2all.config import config_yaml
@@ -22,8 +23,9 @@ from zero2all.train.checkpoints.load import verified_checkpoint
 
 LIMITS = {"start": 120.0, "first_step": 10.0, "step": 5.0, "data": 5.0, "save": 30.0}
 """Seconds; the learned ones begin at 60, and the first steps after a start may take 1800."""
-RECOVERY_SECONDS = 45.0
-"""There is no fault so shortly before the end."""
+PLAIN_FAULTS = ["segfault", "raise", "stop", "sleep", "hold_gil"]
+PLAIN_FAULTS += ["slow", "disk_full", "io_error", "flip_file", "store_lost"]
+RECOVERY_SECONDS = 45.0  # there is no fault so shortly before the end
 
 
 def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: int) -> list[PlannedFault]:
@@ -31,22 +33,9 @@ def soak_plan(seconds: float, every: float, ranks: int, has_memory: bool, seed: 
     same bits. All kinds come before one comes again. Damage is followed by a kill, so that the restart meets it."""
     rng = random.Random(seed)
     kinds: list[tuple[str, str | None]] = [("kill", point) for point in ("step", "update", "file", "rename", "delete")]
-    plain = (
-        "segfault",
-        "raise",
-        "stop",
-        "sleep",
-        "hold_gil",
-        "slow",
-        "disk_full",
-        "io_error",
-        "flip_file",
-        "store_lost",
-    )
-    kinds += [(fault, None) for fault in plain]
+    kinds += [(fault, None) for fault in PLAIN_FAULTS]
     kinds += [("kill", "memory"), ("flip_memory", None)] if has_memory else []
-    left: list[tuple[str, str | None]] = []
-    faults = []
+    left, faults = list[tuple[str, str | None]](), []
     end = seconds - RECOVERY_SECONDS  # also of a fault that waits for a save: the last one would be that of the end
     for number in range(int(seconds // every)):
         left = left or rng.sample(kinds, len(kinds))
@@ -79,8 +68,6 @@ def test_a_soak_has_one_fault_in_each_interval_all_kinds_and_is_the_same_for_the
 
 @pytest.mark.soak
 def test_random_faults_leave_the_bits_of_the_undisturbed_run(work, tmp_path):
-    from tests.train.conftest import small_config
-
     minutes, every = int(os.environ.get("SOAK_MINUTES", "30")), int(os.environ.get("SOAK_EVERY", "120"))
     config = small_config(
         model={"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0},
@@ -111,10 +98,9 @@ def trained(work, config: Path, name: str, plan: Sequence[PlannedFault], *words:
     command = [sys.executable, "-m", "zero2all", "train", str(config), "--work", str(work.root), "--fresh"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "Z2A_LANG": "en", FAULTS: str(path)}
     log = path.with_suffix(".log")
+    command += ["--train.name", name, *words]
     with open(log, "wb") as output:
-        done = subprocess.run(
-            [*command, "--train.name", name, *words], env=env, stdout=output, stderr=subprocess.STDOUT, check=False
-        )
+        done = subprocess.run(command, env=env, stdout=output, stderr=subprocess.STDOUT, check=False)
     return done.returncode, happened(path), log
 
 

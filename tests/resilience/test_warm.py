@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
@@ -26,10 +27,9 @@ def warm_with(module: str, program: str = PROGRAM) -> Warm:
 
 @pytest.fixture
 def warm():
-    started = warm_with("wave")  # cheap, and nothing else needs it
-    started.wait(300.0, lambda: False)
-    yield started
-    started.close()
+    with closing(warm_with("wave")) as started:  # cheap, and nothing else needs it
+        started.wait(300.0, lambda: False)
+        yield started
 
 
 def start(warm: Warm, seconds: float, code: int) -> tuple[WarmRank | None, int]:
@@ -41,15 +41,14 @@ def start(warm: Warm, seconds: float, code: int) -> tuple[WarmRank | None, int]:
 
 
 def said(read: int) -> str:
-    """All that was written, until nobody holds the other side."""
     with os.fdopen(read) as file:
         return file.read()
 
 
 def test_a_rank_has_command_line_variables_and_descriptors_of_its_order_and_its_exit_code_arrives(warm):
-    started = [start(warm, 0.0, code) for code in (3, 4)]
-    assert [rank.wait() for rank, _ in started] == [3, 4]
-    assert [said(read) for _, read in started] == ["rank 3, imported: True", "rank 4, imported: True"]
+    started = {code: start(warm, 0.0, code) for code in (3, 4)}
+    for code, (rank, read) in started.items():
+        assert (rank.wait(), said(read)) == (code, f"rank {code}, imported: True")
 
 
 def test_a_rank_that_a_signal_kills_ends_with_that_signal_and_the_next_order_is_served(warm):
@@ -77,8 +76,6 @@ def test_when_the_process_that_forks_is_killed_its_ranks_are_too(warm):
 
 def test_it_ignores_signals_to_all_and_ends_with_the_supervisor(warm):
     process = psutil.Process(warm.pid)
-    rank, _ = start(warm, 0.0, 0)
-    assert rank.wait() == 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         process.send_signal(number)
     assert start(warm, 0.0, 5)[0].wait() == 5
@@ -88,13 +85,9 @@ def test_it_ignores_signals_to_all_and_ends_with_the_supervisor(warm):
     assert not process.is_running()
 
 
-@pytest.mark.parametrize(
-    ("module", "program", "is_over"),
-    [("zero2all.no_such_module", PROGRAM, False), ("wave", "import time; time.sleep(600)", True)],
-    ids=["not importable", "stopped while it imports"],
-)
-def test_without_the_imports_there_is_no_warm_rank_and_no_process_stays(module, program, is_over):
-    warm = warm_with(module, program)
+@pytest.mark.parametrize("is_over", [False, True], ids=["not importable", "stopped while it imports"])
+def test_without_the_imports_there_is_no_warm_rank_and_no_process_stays(is_over):
+    warm = warm_with("wave", "import time; time.sleep(600)") if is_over else warm_with("zero2all.no_such_module")
     warm.wait(300.0, lambda: is_over)
     assert warm.is_lost
     rank, read = start(warm, 0.0, 0)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from zero2all.common.errors import UsageError
-from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, load_tokenizer, train_tokenizer
+from zero2all.tokenizer import CONTROL_TOKENS, SpecialsConfig, Tokenizer, load_tokenizer, train_tokenizer
 from zero2all.tokenizer.chat import Dialogue, Message, own_template
 from zero2all.tokenizer.save import compatible_files
 from zero2all.tokenizer.template import CLOSE, OPEN, ChatTemplate, TemplateError, chat_of, own_chat
@@ -22,22 +22,8 @@ CHATML = """\
 {% for message in messages %}{{ '<|message_start|>' + message.role + '\\n' + message.content | trim }}\
 {{- '<|message_end|>\\n' }}{% endfor %}
 {% if add_generation_prompt %}{{ '<|message_start|>assistant\\n' }}{% endif %}"""
-WORDS = [
-    "Ghost",
-    "the 3 owls",
-    "北京。",
-    "\n",
-    " ",
-    "  two",
-    "é",
-    "🙂",
-    "<think>",
-    "{{ x }}",
-    "\t",
-    "x = 1\n",
-    '"q"',
-    "\\n",
-]
+WORDS = ["Ghost", "the 3 owls", "北京。", "\n", " ", "  two", "é", "🙂", "<think>", "{{ x }}", "\t", "x = 1\n", '"q"']
+WORDS += ["\\n"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": "zwei 二"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <b>two</b> numbers.", "parameters": {}}}
 
@@ -63,7 +49,6 @@ def some_dialogue(rng, pieces=WORDS):
 
 @pytest.fixture(scope="session")
 def theirs(tokenizer, folder, tmp_path_factory):
-    """The same tokenizer and template in transformers."""
     transformers = pytest.importorskip("transformers")
     target = tmp_path_factory.mktemp("theirs")
     files = [json.loads((folder / f"tokenizer{end}.json").read_text()) for end in ("", "_config")]
@@ -71,11 +56,6 @@ def theirs(tokenizer, folder, tmp_path_factory):
         (target / name).write_text(json.dumps(values))
     (target / "chat_template.jinja").write_text(own_template(tokenizer))
     return transformers.AutoTokenizer.from_pretrained(target)
-
-
-def values_of(dialogue):
-    options = {} if dialogue.thinking is None else {"enable_thinking": dialogue.thinking}
-    return [message.values() for message in dialogue.messages], {"tools": list(dialogue.tools) or None, **options}
 
 
 def test_the_folder_of_a_vocabulary_has_the_template(tokenizer, folder):
@@ -86,18 +66,17 @@ def test_text_and_masks_are_those_of_transformers(tokenizer, theirs):
     rng, template, same_ids = random.Random(41), own_chat(tokenizer), 0
     for _ in range(500):
         dialogue = some_dialogue(rng)
-        messages, options = values_of(dialogue)
+        messages = [message.values() for message in dialogue.messages]
+        thinking = {} if dialogue.thinking is None else {"enable_thinking": dialogue.thinking}
+        options = {"tools": list(dialogue.tools) or None, **thinking}
         text = theirs.apply_chat_template(messages, tokenize=False, **options)
         parts = template.parts(dialogue)
         assert "".join(part.text for part in parts) == text
         found = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True, **options)
         ids = template.ids_of(parts)
         same_ids += ids == found["input_ids"]
-        spans = [
-            "".join(part.text for part in run)
-            for counts, run in itertools.groupby(parts, lambda part: part.counts)
-            if counts
-        ]
+        runs = itertools.groupby(parts, lambda part: part.counts)
+        spans = ["".join(part.text for part in run) for counts, run in runs if counts]
         assert spans == generated(theirs, messages, options)
         if ids == found["input_ids"]:
             counts = [int(part.counts) for part in parts for _ in template.ids_of([part])]
@@ -127,12 +106,10 @@ def generated(theirs, messages, options):
 
 def test_ten_thousand_injections_set_no_control_token(tokenizer):
     names = [*tokenizer.control, "assistant\n", "\n", "user", OPEN, CLOSE, "\U000f0000", "0", "<|", "|>", "x"]
-    names += [name[:cut] for name in CONTROL_TOKENS for cut in (1, 5, -1)] + [
-        n[c:] for n in CONTROL_TOKENS for c in (1, 9)
-    ]
+    cuts = (slice(1), slice(5), slice(-1), slice(1, None), slice(9, None))
+    names += [name[cut] for name in CONTROL_TOKENS for cut in cuts]
     rng, template = random.Random(7), own_chat(tokenizer)
-    harmless = {}
-    injected = 0
+    harmless, injected = {}, 0
     while injected < 10_000:
         dialogue = some_dialogue(rng, names)
         shape = tuple((m.role, bool(m.text), bool(m.thought), len(m.calls)) for m in dialogue.messages)
@@ -142,14 +119,11 @@ def test_ten_thousand_injections_set_no_control_token(tokenizer):
             harmless[key] = control_ids(template, Dialogue(plain, dialogue.tools, dialogue.thinking))
         assert control_ids(template, dialogue) == harmless[key]
         text = template.text(dialogue)
-        assert all(message.text in text and message.thought in text for message in dialogue.messages), (
-            "as it was written"
-        )
+        assert all(message.text in text and message.thought in text for message in dialogue.messages)
         injected += sum(bool(m.text) + bool(m.thought) for m in dialogue.messages)
 
 
 def control_ids(template, dialogue):
-    """The control ids of a conversation, each with whether it counts."""
     parts = template.parts(dialogue)
     control = template.tokenizer.control_ids
     return [(i, part.counts) for part in parts for i in template.ids_of([part]) if i in control]
@@ -160,8 +134,7 @@ def test_names_in_tools_and_calls_stay_text(tokenizer):
     call = {"function": {"name": name, "arguments": {name: [name]}}}
     messages = [Message("user", "x"), Message("assistant", "", name, (call,))]
     tools = [{"name": name, "parameters": {name: name}}]
-    found = control_ids(own_chat(tokenizer), Dialogue(messages, tools))
-    assert len(found) == 1 + 2 * 3
+    assert len(control_ids(own_chat(tokenizer), Dialogue(messages, tools))) == 1 + 2 * 3
     assert own_chat(tokenizer).text(Dialogue(messages, tools)).count(name) == 2 + 1 + 1 + 3 + 3
 
 
@@ -172,11 +145,8 @@ def test_only_what_the_assistant_wrote_and_the_end_of_its_turn_are_learned(token
 
 
 def test_a_prompt_ends_where_the_assistant_is_to_write(tokenizer):
-    ids = own_chat(tokenizer).encode(Dialogue(CHAT))
-    assert tokenizer.decode(ids).endswith("北京。assistant\n")
-    assert tokenizer.decode(own_chat(tokenizer).encode(Dialogue(CHAT, thinking=False))).endswith(
-        "assistant\n<think>\n\n</think>\n\n"
-    )
+    for thinking, end in ((None, "北京。assistant\n"), (False, "assistant\n<think>\n\n</think>\n\n")):
+        assert tokenizer.decode(own_chat(tokenizer).encode(Dialogue(CHAT, thinking=thinking))).endswith(end)
     assert own_chat(tokenizer).end_ids == (tokenizer.encode_control("<|message_end|>"),)
 
 
@@ -184,57 +154,36 @@ def test_marks_of_other_names_are_found_by_their_role(texts, tmp_path):
     specials = SpecialsConfig(message_start="[[START]]", message_end="[[STOP]]")
     train_tokenizer(texts, 520, tmp_path / "t", "inputs", kind="hf-bbpe", specials=specials)
     tokenizer = load_tokenizer(tmp_path / "t")
-    assert (
-        chat_of(tmp_path / "t", tokenizer).encode(Dialogue(CHAT[:1]))[1] == tokenizer.encode_control("[[START]]") == 3
-    )
+    second = chat_of(tmp_path / "t", tokenizer).encode(Dialogue(CHAT[:1]))[1]
+    assert second == tokenizer.encode_control("[[START]]") == 3
 
 
 def test_a_tokenizer_without_marks_says_so(tokenizer):
+    begin, end = CONTROL_TOKENS[:2]
+    roles = {"bos_token": begin, "eos_token": end}
+    without = Tokenizer(json.loads(tokenizer.backend.to_str()), {begin: 0, end: 1}, roles)
     with pytest.raises(UsageError, match="no control token for message_start"):
-        own_chat(load_like(tokenizer))
-
-
-# ---- templates of others, without {% generation %} --------------------------------------------------------------
+        own_chat(without)
 
 
 @pytest.mark.parametrize("answer", ["北京。", " \n北京。 x\n", "<|message_end|>北"])
 def test_in_a_template_without_the_tag_answers_are_found_by_their_text(tokenizer, answer):
     template = ChatTemplate(CHATML, tokenizer, "here")
-    messages = [
-        Message("user", "北京。"),
-        Message("assistant", answer),
-        Message("user", "?"),
-        Message("assistant", "!"),
-    ]
-    learned = [part.text for part in template.parts(Dialogue(messages)) if part.counts]
+    said = [("user", "北京。"), ("assistant", answer), ("user", "?"), ("assistant", "!")]
+    learned = [part.text for part in template.parts(Dialogue([Message(*each) for each in said])) if part.counts]
     assert learned == [answer.strip(), "<|message_end|>", "!", "<|message_end|>"], "not the line end after the mark"
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "thought", "said"),
     [
-        ("{{ messages[0].content }}", "leaves out what message 2 says"),
-        ("{% for m in messages %}{{ m.content | reverse }}{% endfor %}", "changes what the assistant wrote"),
-        ("{{ raise_exception('Roles must alternate') }}", "cannot lay out this conversation: Roles must alternate"),
+        ("{{ messages[0].content }}", "", "leaves out what message 2 says"),
+        ("{% for m in messages %}{{ m.content | reverse }}{% endfor %}", "", "changes what the assistant wrote"),
+        ("{{ raise_exception('Roles must alternate') }}", "", "cannot lay out this conversation: Roles must alternate"),
+        (CHATML, "hm", "does not mark what the assistant writes"),
     ],
 )
-def test_a_template_that_drops_changes_or_refuses_messages_is_named(tokenizer, source, said):
+def test_a_template_that_drops_changes_refuses_or_does_not_mark_messages_is_named(tokenizer, source, thought, said):
+    messages = [Message("user", "q"), Message("assistant", "a", thought)]
     with pytest.raises(TemplateError, match=said):
-        ChatTemplate(source, tokenizer, "here").parts(Dialogue([Message("user", "q"), Message("assistant", "a")]))
-
-
-def test_thoughts_need_a_template_that_marks_them(tokenizer):
-    template = ChatTemplate(CHATML, tokenizer, "here")
-    dialogue = Dialogue([Message("user", "q"), Message("assistant", "a", thought="hm")])
-    with pytest.raises(TemplateError, match="does not mark what the assistant writes"):
-        template.parts(dialogue)
-
-
-def load_like(tokenizer):
-    """The same tokenizer as somebody would have it who knows begin and end only."""
-    from zero2all.common import jsonio
-    from zero2all.tokenizer.load import Tokenizer
-
-    control = {name: tokenizer.control[name] for name in CONTROL_TOKENS[:2]}
-    roles = {"bos_token": CONTROL_TOKENS[0], "eos_token": CONTROL_TOKENS[1]}
-    return Tokenizer(jsonio.loads(tokenizer.backend.to_str()), control, roles)
+        ChatTemplate(source, tokenizer, "here").parts(Dialogue(messages))

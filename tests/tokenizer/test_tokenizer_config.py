@@ -18,8 +18,7 @@ SMALLEST_VOCAB_SIZE = len(CONTROL_TOKENS) + 256 + 1
 
 def test_impossible_values_are_all_reported_together_and_defaults_are_valid():
     problems: list[Problem] = []
-    values = {"vocab_size": "many", "kind": "wordpiece", "threads": 0}
-    build(TokenizerConfig, values, "tokenizer", problems)
+    build(TokenizerConfig, {"vocab_size": "many", "kind": "wordpiece", "threads": 0}, "tokenizer", problems)
     assert [problem.field for problem in problems] == ["tokenizer.vocab_size", "tokenizer.kind", "tokenizer.threads"]
     problems.clear()
     assert build(TokenizerConfig, {"max_piece_bytes": None}, "tokenizer", problems) == TokenizerConfig()
@@ -36,9 +35,8 @@ def test_a_kind_that_is_gone_is_answered_with_what_to_use_and_runs_that_had_it_l
 
 
 def test_problems_between_fields_reach_the_config_of_a_run():
-    specials = {"extra": ["<|pad|>"]}
     with pytest.raises(ConfigError, match=r"tokenizer.specials.extra\[0\]: got '<\|pad\|>'.*no other control token"):
-        config_from_values({"tokenizer": {"specials": specials}}, "of the test")
+        config_from_values({"tokenizer": {"specials": {"extra": ["<|pad|>"]}}}, "of the test")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,6 @@ def test_problems_between_fields_reach_the_config_of_a_run():
         ({"extra": ["▁the"]}, "specials.extra[0]", "white space"),
         ({"extra": ["Ġthe"]}, "specials.extra[0]", "byte-level spelling"),
         ({"extra": ["<|\ud800|>"]}, "specials.extra[0]", "UTF-8"),
-        # Values that do not go together.
         ({"vocab_size": SMALLEST_VOCAB_SIZE - 1}, "vocab_size", ""),
         ({"vocab_size": SMALLEST_VOCAB_SIZE, "specials": {"reserved": 9}}, "vocab_size", ""),
         ({"max_memory": "much"}, "max_memory", ""),
@@ -77,16 +74,12 @@ def test_amounts_are_read_as_people_write_them():
     assert {text: parse_bytes(text) for text in amounts} == amounts
 
 
-# ---- memory of kind hf-bbpe ---------------------------------------------------------------------------------
-
-
 def test_text_that_may_not_fit_is_refused_with_advice_before_training(tmp_path):
     parts = parts_from_texts(["x" * 1_000_000], tmp_path / "spool")
     needed = BASE_BYTES + 1_000_000 * BYTES_PER_DISTINCT_BYTE
     check_memory(parts, TokenizerConfig(kind="hf-bbpe", max_memory=str(needed)))
-    small = TokenizerConfig(kind="hf-bbpe", max_memory=str(needed - 1))
     with pytest.raises(BadInputError, match=r"up to 315.0 MB .* --max-memory allows .*--kind bpe.*--take 99/100"):
-        check_memory(parts, small)
+        check_memory(parts, TokenizerConfig(kind="hf-bbpe", max_memory=str(needed - 1)))
     shutil.rmtree(tmp_path / "spool")
     with pytest.raises(BadInputError, match="may need up to"):
         train_tokenizer(["text"], 1000, tmp_path / "t", "inputs", kind="hf-bbpe", max_memory="100MB")

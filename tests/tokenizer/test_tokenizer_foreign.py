@@ -34,7 +34,6 @@ def english(texts):
 
 @pytest.fixture(scope="module")
 def llama(english, tmp_path_factory):
-    """English only, with LLaMA's settings."""
     return train(english, tmp_path_factory.mktemp("sp") / "tokenizer.model", split_digits=True, character_coverage=1.0)
 
 
@@ -62,7 +61,6 @@ def test_sentencepiece_model_gives_the_ids_and_texts_of_the_library(name, texts,
 
 @pytest.fixture(scope="module")
 def ranks(texts):
-    """A vocabulary made by plain BPE over bytes, as a .tiktoken file has it."""
     pieces, _, _ = reference_train(texts[:12], 400)
     ranks = {piece: rank for rank, piece in enumerate(pieces)}
     return {**ranks, b"abab unreachable": len(ranks), b"\xe9\x87\x8f": len(ranks) + 1}
@@ -93,14 +91,11 @@ def test_families_are_known_by_their_number_of_pieces_and_leave_no_gap():
     assert len({family.pieces for family in FAMILIES}) == len(FAMILIES)
     qwen = FAMILIES[0]
     assert (qwen.control[151643], qwen.control[151645], max(qwen.control)) == ("<|endoftext|>", "<|im_end|>", 151850)
-    assert FAMILIES[1].control[128009] == "<|eot_id|>"
-    assert max(FAMILIES[1].control) == 128255
+    assert (FAMILIES[1].control[128009], max(FAMILIES[1].control)) == ("<|eot_id|>", 128255)
     assert all(family.roles["eos_token"] in family.control.values() for family in FAMILIES)
 
 
-def test_import_makes_the_tokenizer_of_a_workspace_and_folders_of_others_load_as_they_are(
-    llama, folder, tmp_path, capsys
-):
+def test_import_makes_the_tokenizer_of_a_workspace_and_other_folders_load_as_they_are(llama, folder, tmp_path, capsys):
     assert main(["tokenizer", "import", str(llama), "--work", str(tmp_path / "w")]) == 0
     assert "500 token ids" in capsys.readouterr().out
     imported = load_tokenizer(tmp_path / "w/tokenizer")
@@ -152,14 +147,14 @@ def test_files_of_an_unknown_kind_and_damaged_ones_are_refused(llama, ranks, tmp
     listed = write_ranks(tmp_path / "own.tiktoken", ranks)
     with pytest.raises(UsageError, match=r"402 pieces, which is none of the .tiktoken files that are known"):
         load_tokenizer(listed)
-    with pytest.raises(UsageError, match="nor a regular expression"):
-        read_foreign(listed, "(", ["<|endoftext|>"])
-    with pytest.raises(UsageError, match=r"neither a name \(qwen2, isolated-han, cl100k, o200k\) nor .* plain word"):
-        read_foreign(listed, "cl100k_base", ["<|endoftext|>"])
-    with pytest.raises(UsageError, match="--special A is a piece"):
-        read_foreign(listed, "cl100k", ["<|endoftext|>", "A"])
-    with pytest.raises(UsageError, match=r"--pattern and --special are for .tiktoken files"):
-        read_foreign(llama, "qwen2", ["<|endoftext|>"])
+    for given, pattern, specials, message in (
+        (listed, "(", [], "nor a regular expression"),
+        (listed, "cl100k_base", [], r"neither a name \(qwen2, isolated-han, cl100k, o200k\) nor .* plain word"),
+        (listed, "cl100k", ["A"], "--special A is a piece"),
+        (llama, "qwen2", [], r"--pattern and --special are for .tiktoken files"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_foreign(given, pattern, ["<|endoftext|>", *specials])
     (tmp_path / "own.model").write_bytes(llama.read_bytes())
     with pytest.raises(UsageError, match=r"several tokenizer files \(own.model, own.tiktoken\)"):
         load_tokenizer(tmp_path)

@@ -1,7 +1,6 @@
 """Loading and encoding: round trips, text that spells control tokens, fingerprints, folders made by others."""
 
 import json
-import random
 import shutil
 import threading
 import time
@@ -12,6 +11,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.tokenizer_fuzz import adversarial
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.tokenizer import CONTROL_TOKENS, load_tokenizer
@@ -20,24 +20,12 @@ from zero2all.tokenizer.text import well_formed
 
 @pytest.fixture(scope="session")
 def auto(folder):
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(folder)
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")
 def raw(folder) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-
-
-def adversarial_texts() -> list[str]:
-    rng = random.Random(1)
-    glued, spaced = "".join(CONTROL_TOKENS), " ".join(CONTROL_TOKENS)
-    fixed = [glued, spaced, "\n".join(CONTROL_TOKENS), glued.upper(), glued[1:], *CONTROL_TOKENS, "<|pad|" * 9 + ">"]
-    around = ["", " ", "\n", "x", "中", "<", "|", ">", "\u200b", "\x00", "\ufeff", "Ġ", "▁"]
-    return fixed + [
-        "".join(rng.choice(around) + rng.choice(CONTROL_TOKENS) + rng.choice(around) for _ in range(rng.randint(1, 4)))
-        for _ in range(500)
-    ]
 
 
 PIECES = st.lists(st.sampled_from([*CONTROL_TOKENS, "\ud800", "\udfff", "天", " ", "a", "\n", "<|", "|>"]))
@@ -85,12 +73,12 @@ def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(tokenizer, text
 
 
 def test_autotokenizer_and_plain_tokenizers_give_our_ids_and_no_text_a_control_id(auto, raw, tokenizer, texts):
-    for text in [*texts, "", " ", "\n\n", "  a  b ", "😀 e\u0301 \x00", *adversarial_texts()]:
+    glued, spaced = "".join(CONTROL_TOKENS), " ".join(CONTROL_TOKENS)
+    for text in [*texts, "", " ", "\n\n", "  a  b ", "😀 e\u0301 \x00", glued, spaced, "<|pad|" * 9 + ">"]:
         ours = tokenizer.encode_text(text)
         assert tokenizer.control_ids.isdisjoint(ours), text
         assert raw.encode(text).ids == auto.encode(text) == auto(text)["input_ids"] == ours
         assert auto.decode(ours) == raw.decode(ours) == tokenizer.decode(ours) == text
-    assert auto(adversarial_texts())["input_ids"] == tokenizer.encode_batch(adversarial_texts())
 
 
 def test_autotokenizer_knows_the_control_tokens(auto, tokenizer):
@@ -98,10 +86,8 @@ def test_autotokenizer_knows_the_control_tokens(auto, tokenizer):
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (0, 1, 5)
     assert sorted(auto.all_special_ids) == sorted(tokenizer.control_ids)
     assert len(auto) == tokenizer.vocab_size
-    ids = list(range(len(CONTROL_TOKENS)))
-    assert (
-        auto.convert_tokens_to_ids(list(CONTROL_TOKENS)) == list(map(tokenizer.encode_control, CONTROL_TOKENS)) == ids
-    )
+    ours = list(map(tokenizer.encode_control, CONTROL_TOKENS))
+    assert auto.convert_tokens_to_ids(list(CONTROL_TOKENS)) == ours == list(range(len(CONTROL_TOKENS)))
 
 
 def test_decode_skips_control_tokens_or_names_them(auto, tokenizer):
@@ -172,9 +158,6 @@ def test_damaged_or_absent_files_give_a_clear_error(tmp_path):
             load_tokenizer(tmp_path)
 
 
-# ---- folders made by others ----
-
-
 def save_gpt2_like(folder: Path, texts: list[str], vocab_size: int, trained: list[str], **tokens: object) -> None:
     """Byte-level, with tokens in the model's own vocabulary and behind it, saved by transformers."""
     transformers = pytest.importorskip("transformers")
@@ -182,10 +165,8 @@ def save_gpt2_like(folder: Path, texts: list[str], vocab_size: int, trained: lis
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=trained, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
+    options = {"special_tokens": trained, "initial_alphabet": alphabet, "show_progress": False}
+    backend.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, **options))
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **tokens).save_pretrained(folder)
 
 
@@ -230,19 +211,16 @@ def test_sentencepiece_style_folder_loads_and_keeps_text_apart_from_control(tmp_
     ids = foreign.encode_text(text)
     assert foreign.control_ids.isdisjoint(ids)
     assert len(ids) > 4
-    assert foreign.decode([1, *ids, 2]) == text
-    assert foreign.token_bytes(ids[0]) == b" ab"
+    assert (foreign.decode([1, *ids, 2]), foreign.token_bytes(ids[0])) == (text, b" ab")
     assert b"".join(map(foreign.token_bytes, ids)) == f" {text}".encode()
 
 
-def test_our_folder_saved_again_by_transformers_keeps_text_apart_for_all_but_plain_tokenizers(
-    auto, tokenizer, tmp_path
-):
+def test_our_folder_saved_by_transformers_keeps_text_apart_for_all_but_plain_tokenizers(auto, tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     auto.save_pretrained(tmp_path / "again")
     again = load_tokenizer(tmp_path / "again")
     assert again.control == tokenizer.control
-    for text in adversarial_texts():
+    for text in adversarial(list(CONTROL_TOKENS), ["x"], 500):
         assert again.encode_text(text) == tokenizer.encode_text(text)
     assert 1 in tokenizers.Tokenizer.from_file(str(tmp_path / "again/tokenizer.json")).encode("a<|end_of_text|>b").ids
     assert 1 not in transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("a<|end_of_text|>b")["input_ids"]

@@ -90,13 +90,8 @@ def test_the_custom_class_route_of_the_guide_works_with_trust_remote_code(tmp_pa
     source.mkdir()
     (source / "tokenization_characters.py").write_text(CUSTOM_CLASS)
     (source / "characters.json").write_text(json.dumps({c: n for n, c in enumerate("?天地玄黄 abc")}))
-    write_json(
-        source / "tokenizer_config.json",
-        {
-            "tokenizer_class": "SmallestTokenizer",
-            "auto_map": {"AutoTokenizer": ["tokenization_characters.SmallestTokenizer", None]},
-        },
-    )
+    auto_map = {"AutoTokenizer": ["tokenization_characters.SmallestTokenizer", None]}
+    write_json(source / "tokenizer_config.json", {"tokenizer_class": "SmallestTokenizer", "auto_map": auto_map})
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     loaded = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=True)

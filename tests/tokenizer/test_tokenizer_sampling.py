@@ -4,12 +4,14 @@ import json
 from fractions import Fraction
 
 import pytest
+import tokenizers
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
 from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.tokenizer import TokenizerConfig
+from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.parts import corpus_parts, file_parts
 from zero2all.tokenizer.sampling import belongs, parse_take, shares
 from zero2all.tokenizer.stage import train_on_corpus, train_on_files
@@ -17,16 +19,12 @@ from zero2all.tokenizer.stage import train_on_corpus, train_on_files
 DOCUMENTS = 400
 
 
-def sentences(name):
-    numbers = range(DOCUMENTS)
-    return [f"{name} document {n} 的 text, {n * 7919 % 1000} 个字。\nSecond line." for n in numbers]
-
-
 def build(folder, shard_format="jsonl"):
     sources = []
     for name in ("news", "wiki"):
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(name)))
+        texts = [f"{name} document {n} 的 text, {n * 7919 % 1000} 个字。\nSecond line." for n in range(DOCUMENTS)]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         sources.append(Source(name, path, "zh"))
     options = BuildOptions(rules="none", valid_share=0.1, dedup=DedupConfig(near="off"), format=shard_format)
     build_corpus(folder / "corpus", sources, options, EngineConfig(workers=1))
@@ -68,8 +66,7 @@ def test_sources_that_are_not_named_are_taken_whole(corpus):
 
 def test_amount_is_turned_into_a_share_of_the_source_or_of_all(corpus):
     parts, taken = corpus_parts(corpus, {"news": "5KB"})
-    news = sum(len(text.encode()) for text in texts_of(parts) if text.startswith("news"))
-    assert 4000 < news < 6000
+    assert 4000 < sum(len(text.encode()) for text in texts_of(parts) if text.startswith("news")) < 6000
     assert taken["news"]["asked"] == "5KB"
     assert taken["wiki"] == {"asked": "all", "share": "1", "about_bytes": taken["wiki"]["about_bytes"]}
     assert 8000 < sum(len(text.encode()) for text in texts_of(corpus_parts(corpus, "10KB")[0])) < 12000
@@ -89,8 +86,7 @@ def test_what_take_says_is_understood_or_refused():
 def test_what_was_taken_stands_in_the_manifest_and_decides_whether_work_is_done(corpus, tmp_path):
     folder = tmp_path / "tokenizer"
     half = TokenizerConfig(vocab_size=300, kind="hf-bbpe", take={"news": "1/2"})
-    manifest = train_on_corpus(corpus, folder, half)
-    assert manifest["taken"]["news"]["share"] == "1/2"
+    assert train_on_corpus(corpus, folder, half)["taken"]["news"]["share"] == "1/2"
     made = (folder / "manifest.json").stat().st_mtime_ns
     train_on_corpus(corpus, folder, TokenizerConfig(vocab_size=300, kind="hf-bbpe", take={"news": "2/4"}, threads=1))
     assert (folder / "manifest.json").stat().st_mtime_ns == made, "the same share, and threads decide nothing"
@@ -99,19 +95,13 @@ def test_what_was_taken_stands_in_the_manifest_and_decides_whether_work_is_done(
 
 
 def test_parts_of_a_text_file_are_its_bytes_and_end_where_no_pre_token_does(tmp_path):
-    import tokenizers
-    from tokenizers import pre_tokenizers
-
-    from zero2all.tokenizer.config import PRETOKEN_PATTERN
-
     path = tmp_path / "text.txt"
     text = "一行字,\n  indented\n\n\n\tmore   \nlast line 中文\r\n\u3000全角\n" * 200
     path.write_text(text, newline="")
-    split = pre_tokenizers.Split(tokenizers.Regex(PRETOKEN_PATTERN), "isolated")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PRETOKEN_PATTERN), "isolated")
     expected = [piece for piece, _ in split.pre_tokenize_str(text)]
     for part_bytes in (50, 1000, 1 << 20):
-        parts = file_parts([path], part_bytes)
-        found = texts_of(parts)
+        found = texts_of(file_parts([path], part_bytes))
         assert "".join(found) == text
         assert [piece for block in found for piece, _ in split.pre_tokenize_str(block)] == expected
     assert len(file_parts([path], 50)) > 100

@@ -3,6 +3,7 @@
 import getpass
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,46 +20,32 @@ from tests.ports import free_port
 
 @dataclass(frozen=True)
 class Sshd:
-    """A running server, and how to reach it."""
-
     process: subprocess.Popen[bytes]
-    command: list[str]
-    """The words that start a client with a configuration that knows this server."""
+    command: list[str]  # the words that start a client with a configuration that knows this server
     alias: str = "far-box"
 
     def url(self, folder: Path) -> str:
         return f"ssh://{self.alias}{quote(str(folder))}"
 
-    def cut_connections(self) -> None:
-        """Kill every process that serves a connection, as a crash or a firewall would end them."""
+    def signal_connections(self, number: signal.Signals) -> None:
+        """SIGKILL ends them as a crash or a firewall does; after SIGSTOP the network looks like one without a route."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                child.kill()
-
-    def freeze_connections(self) -> None:
-        """Stop them without closing anything: what a network without a route looks like."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.suspend()
-
-
-def find_sshd() -> str | None:
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
-    return shutil.which("sshd", path=path)
+                child.send_signal(number)
 
 
 @contextmanager
 def start_sshd(folder: Path) -> Iterator[Sshd]:
     """Serve on a free port until the block ends; skips the test where there is no OpenSSH server."""
-    binary = find_sshd()
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
+    binary = shutil.which("sshd", path=path)
     if binary is None or shutil.which("ssh") is None:
         pytest.skip("OpenSSH's sshd is not installed (Debian/Ubuntu: apt-get install openssh-server)")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it when root starts it
     for name in ("host_key", "user_key"):
-        subprocess.run(
-            ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name)], check=True
-        )
+        key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name)]
+        subprocess.run(key, check=True)
     shutil.copy(folder / "user_key.pub", folder / "authorized_keys")
     port = free_port()
     (folder / "sshd_config").write_text(
@@ -79,7 +66,7 @@ def start_sshd(folder: Path) -> Iterator[Sshd]:
         server = Sshd(process, command)
         _wait_until_it_answers(server, folder)
         yield server
-        server.cut_connections()
+        server.signal_connections(signal.SIGKILL)
     finally:
         process.kill()
         process.wait()

@@ -32,9 +32,10 @@ def test_bits_per_byte_and_loss_never_share_an_axis():
     charts = charts_of(*names)
     for chart in charts.values():
         assert len({unit_of(line["name"]) for line in chart["metrics"]}) == 1, chart["key"]
-    assert labels(charts["eval/valid/bpb"]) == {
-        channel: f"eval/valid/bpb/{channel}" for channel in ("code", "en", "zh")
-    }
+    assert list(labels(charts["eval/valid/bpb"])) == ["code", "en", "zh"]
+    charts = charts_of("eval/wiki/bpb", "eval/code/bpb", "eval/strange/thing", "eval/other/thing")
+    assert labels(charts["bpb"]) == {"wiki": "eval/wiki/bpb", "code": "eval/code/bpb"}
+    assert {"eval/strange/thing", "eval/other/thing"} <= set(charts)
 
 
 def test_the_first_chart_has_the_loss_of_training_and_of_held_out_text():
@@ -55,23 +56,6 @@ def test_the_two_ways_to_measure_held_out_text_are_told_apart_and_stand_before_o
     assert [line["label"] for line in group["charts"][0]["metrics"]] == ["all", "en", "zh"]
 
 
-def test_probes_are_charts_of_their_own_by_channel_and_by_family():
-    names = [f"eval/probes/accuracy/{channel}" for channel in ("en", "zh")]
-    names += [f"eval/probes/en/accuracy/{family}" for family in ("capital", "arithmetic (new wording)")]
-    charts = charts_of(*names, "eval/probes/probability/en", "eval/probes/probability/zh")
-    assert set(labels(charts["eval/probes/accuracy"])) == {"en", "zh"}
-    assert set(labels(charts["eval/probes/en/accuracy"])) == {"capital", "arithmetic (new wording)"}
-    assert charts["eval/probes/probability"]["unit"] == "share"
-    charts = charts_of(*(f"eval/{kind}/zh/{part}" for kind in ("probes/logprob", "pairs/nats") for part in "ab"))
-    assert {*charts} == {"eval/probes/logprob", "eval/pairs/nats"}
-
-
-def test_scores_of_one_quantity_over_several_sets_share_a_chart_and_unknown_ones_do_not():
-    charts = charts_of("eval/wiki/bpb", "eval/code/bpb", "eval/strange/thing", "eval/other/thing")
-    assert labels(charts["bpb"]) == {"wiki": "eval/wiki/bpb", "code": "eval/code/bpb"}
-    assert {"eval/strange/thing", "eval/other/thing"} <= set(charts)
-
-
 def test_every_metric_is_in_exactly_one_chart_however_many_there_are():
     names = ["loss", "lr", "x", "gpu/power", "host/memory", *(f"loss/c{number}" for number in range(60))]
     groups = arrange(names)
@@ -81,14 +65,11 @@ def test_every_metric_is_in_exactly_one_chart_however_many_there_are():
     assert [group["key"] for group in groups] == ["loss", "channels", "optim", "gpu", "host", "other"]
 
 
-def test_the_words_for_all_units_and_groups_are_on_the_page():
+def test_the_page_has_the_words_for_all_units_and_groups_and_the_colours_of_z2a_plot():
     words = (WEB / "words.js").read_text()
     units = ("nats", "bits", "tokensPerSecond", "seconds", "share", "bytes", "flops")
     for word in (*units, "channels", "mixture", "other"):
         assert re.search(rf"^\t{word}: \[", words, re.MULTILINE), word
-
-
-def test_the_page_has_the_colours_of_z2a_plot_and_gives_them_to_channels_in_the_same_order():
     light = (WEB / "style.css").read_text().split("[data-theme")[0]
     assert re.findall(r"--series-\d:(#\w+)", light) == list(COLORS)
     metrics = ["bpb/en", "eval/valid/bpb/late", "loss", "loss/code", "loss/zh"]

@@ -5,13 +5,11 @@ import contextlib
 import http.client
 import re
 import select
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from tests.processes import Z2A
 from tests.waiting import wait_until
 from zero2all.common.errors import UsageError
 from zero2all.track import http_server
@@ -36,17 +35,10 @@ WAIT = 60  # for a hang
 
 
 class Small:
-    """A small application behind the server, in a thread."""
-
     def __init__(self, limits: ServerLimits) -> None:
         self.goes_on, self.streams_ended = threading.Event(), 0
-        paths: dict[str, Any] = {
-            "/health": self.health,
-            "/body": self.body,
-            "/late": self.late,
-            "/endless": self.endless,
-        }
-        app = Starlette(routes=[Route(path, answer, methods=["GET", "POST"]) for path, answer in paths.items()])
+        answers = (self.health, self.body, self.late, self.endless)
+        app = Starlette(routes=[Route(f"/{each.__name__}", each, methods=["GET", "POST"]) for each in answers])
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.server = BoundedServer(app, limits, 1)
         self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
@@ -83,15 +75,13 @@ class Small:
         wait_until(lambda: not self.server.bounds.connections)
         held = [self.connect(each) for each in sent]
         at_work = sum(each != HALF_HEAD for each in sent)
-        wait_until(
-            lambda: len(self.server.bounds.tasks) == at_work and len(self.server.bounds.connections) == len(sent)
-        )
+        bounds = self.server.bounds
+        wait_until(lambda: (len(bounds.tasks), len(bounds.connections)) == (at_work, len(sent)))
         return held
 
-    def ask(self, path: str = "/health", source: str = "127.0.0.1") -> int:
-        with self.connect(
-            f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode(), source
-        ) as it:
+    def ask(self, source: str = "127.0.0.1") -> int:
+        request = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        with self.connect(request, source) as it:
             return int(it.recv(1000).split()[1])
 
 
@@ -112,7 +102,6 @@ def small() -> Iterator[Callable[..., Small]]:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has ended it by now."""
     if not select.select([connection], [], [], 0)[0]:
         return False
     with contextlib.suppress(ConnectionResetError):
@@ -141,8 +130,7 @@ def test_half_a_head_ends_however_slowly_it_grows_and_a_long_answer_does_not(sma
 def test_one_too_many_closes_the_connection_that_waits_longest_for_its_client(small):
     server = small(connections=4)
     answer, body, head = server.hold(LATE, HALF_BODY, HALF_HEAD)
-    assert server.ask() == 200
-    assert [is_closed(each) for each in (answer, body, head)] == [False, True, False]
+    assert (server.ask(), [is_closed(each) for each in (answer, body, head)]) == (200, [False, True, False])
     assert server.ask() == 200
     assert not is_closed(answer)
 
@@ -150,23 +138,19 @@ def test_one_too_many_closes_the_connection_that_waits_longest_for_its_client(sm
 def test_an_address_with_its_share_of_connections_does_not_shut_out_another(small):
     server = small(connections=8)
     held = server.hold(*[LATE] * 6)
-    assert server.ask() == 503
-    assert server.ask(source="127.0.0.2") == 200
+    assert (server.ask(), server.ask(source="127.0.0.2")) == (503, 200)
     assert not any(is_closed(each) for each in held)
 
 
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_never_reads_is_let_go_and_one_that_reads_slowly_is_not(small, reads):
+def test_a_client_that_never_reads_is_let_go_and_one_that_reads_slowly_is_not(small):
     server = small(stalled_seconds=0.7)
-    client = server.connect(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    if reads:
-        until = time.monotonic() + 2
-        while time.monotonic() < until:
-            assert client.recv(300_000)
-            time.sleep(0.05)
-        assert server.streams_ended == 0
-        client.close()
-    wait_until(lambda: server.streams_ended == 1)
+    never_reads, reads = (server.connect(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(2))
+    while server.streams_ended == 0:
+        assert reads.recv(300_000)
+        time.sleep(0.05)
+    assert reads.recv(300_000)
+    assert server.streams_ended == 1
+    never_reads.close()
 
 
 def test_bodies_have_a_limit_of_size_and_time(small, monkeypatch):
@@ -178,66 +162,32 @@ def test_bodies_have_a_limit_of_size_and_time(small, monkeypatch):
             assert connection.recv(100).split()[1] == status
 
 
-def test_a_board_with_few_file_descriptors_answers_while_many_half_heads_are_open(tmp_path):
-    log = tmp_path / "log"
-    command = f"ulimit -n 128; exec {sys.executable} -m zero2all board {tmp_path} --port 0"
-    with log.open("w") as out:
-        board = subprocess.Popen(["bash", "-c", command], stdout=out, stderr=out, cwd=Path(__file__).parents[2])
-    try:
-        wait_until(lambda: "Ctrl-C" in log.read_text())
-        port = int(re.findall(r":(\d+)/", log.read_text())[0])
-        held = []
-        for _ in range(300):
-            held.append(socket.create_connection(("127.0.0.1", port)))
-            with contextlib.suppress(ConnectionError):
-                held[-1].sendall(HALF_HEAD)
-        for _ in range(3):
-            client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-            client.request("GET", "/health")
-            assert client.getresponse().status == 200
-        wait_until(lambda: "closed or refused" in log.read_text())
-        for each in held:
-            each.close()
-    finally:
-        board.terminate()
-        board.wait(WAIT)
-    assert len(log.read_text().splitlines()) == 2
+def test_a_board_with_few_file_descriptors_answers_while_many_half_heads_are_open(start, tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); "
+    board = start("board", tmp_path, "--port", 0, code=limit + Z2A)
+    board.wait_until(lambda: "Ctrl-C" in board.text())
+    port, held = int(re.findall(r":(\d+)/", board.text())[0]), []
+    for _ in range(300):
+        held.append(socket.create_connection(("127.0.0.1", port)))
+        with contextlib.suppress(ConnectionError):
+            held[-1].sendall(HALF_HEAD)
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    client.request("GET", "/health")
+    assert client.getresponse().status == 200
+    board.wait_until(lambda: "closed or refused" in board.text())
+    for each in held:
+        each.close()
+    board.signal(signal.SIGTERM)
+    board.wait()
+    assert len(board.text().splitlines()) == 2
 
 
-NO_DESCRIPTORS = """
-import os, resource, socket, threading, time
-from starlette.applications import Starlette
-from zero2all.common.progress import show_log
-from zero2all.track.http_server import BoundedServer, ServerLimits
-show_log()
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-listening = socket.create_server(("127.0.0.1", 0))
-server = BoundedServer(Starlette(), ServerLimits(), 1)
-threading.Thread(target=server.run, args=([listening],)).start()
-while not server.started: time.sleep(0.01)
-taken, client = [], socket.socket()
-try:
-    while True: taken.append(os.open("/dev/null", os.O_RDONLY))
-except OSError: pass
-client.connect(listening.getsockname())
-while "not accepted" not in server.bounds._said: time.sleep(0.01)
-for each in taken: os.close(each)
-client.sendall(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
-print(client.recv(12).decode())
-server.should_exit = True
-"""
-
-
-def test_what_cannot_be_accepted_is_said_once_and_accepted_later():
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(
-        [sys.executable, "-c", NO_DESCRIPTORS], capture_output=True, text=True, timeout=WAIT, cwd=root
-    )
-    assert ended.stdout == "HTTP/1.1 404\n"
-    assert re.fullmatch(r"z2a: could not accept \d+ connections?: .*`ulimit -n`\.\n", ended.stderr)
-
-
-# ---- whom the gate lets through ----
+def test_what_cannot_be_accepted_is_counted_and_said_once(small, capfd):
+    bounds = small().server.bounds
+    for _ in range(2):
+        bounds.on_loop_error(None, {"exception": OSError(24, "Too many open files"), "socket": None})
+    wait_until(lambda: "not accepted" in bounds._said)
+    assert re.fullmatch(r"z2a: could not accept \d connections?: .*`ulimit -n`\.\n", capfd.readouterr().err)
 
 
 def behind_a_gate(token: str | None = None) -> TestClient:

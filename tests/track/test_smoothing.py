@@ -8,8 +8,6 @@ import pytest
 
 from zero2all.track.bins import LARGEST_WIDTH, bins_of, parse_smoothing, smooth, width_for
 
-WIDTHS = (1.0, 1.5, 4, 60, 500)
-
 
 def plain(values: np.ndarray, width: float) -> np.ndarray:
     """What the docstring promises, one point after the other; near the start no further ahead than back."""
@@ -23,7 +21,7 @@ def plain(values: np.ndarray, width: float) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize("width", [1.0, 1.5, 2, 7, 40, 1000])
+@pytest.mark.parametrize("width", [1.0, 1.5, 40, 1000])
 def test_the_fast_way_is_the_plain_way(width):
     values = np.random.default_rng(1).normal(3.0, 1.0, 700)
     values[[0, 5, 6, 300]] = np.nan
@@ -32,19 +30,8 @@ def test_the_fast_way_is_the_plain_way(width):
     np.testing.assert_allclose(smooth(values, width), plain(values, width), rtol=1e-3)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_constant_stays_one_and_nan_and_infinity_weigh_nothing(width):
-    values = np.full(1000, 2.5)
-    np.testing.assert_allclose(smooth(values, width), 2.5, rtol=1e-12)
-    values[[0, 17, 400, 999]] = [np.nan, np.inf, -np.inf, np.nan]
-    smoothed = smooth(values, width)
-    finite = np.isfinite(smoothed)
-    np.testing.assert_allclose(smoothed[finite], 2.5, rtol=1e-12)
-    assert finite.sum() >= 996
-
-
 def test_short_and_empty_curves_are_smoothed_too_and_the_widest_takes_no_more_memory_than_the_curve():
-    for count, width in itertools.product((0, 1, 2, 3, 5), WIDTHS):
+    for count, width in itertools.product((0, 1, 2, 3, 5), (1.0, 1.5, 60)):
         assert len(smooth(np.ones(count), width)) == count
         assert np.isnan(smooth(np.full(count, np.nan), width)).all()
     tracemalloc.start()
@@ -55,7 +42,7 @@ def test_short_and_empty_curves_are_smoothed_too_and_the_widest_takes_no_more_me
     assert np.isfinite(smoothed).all()
 
 
-@pytest.mark.parametrize("count", [50, 60, 120, 400])
+@pytest.mark.parametrize("count", [50, 400])
 def test_the_mean_of_a_falling_run_does_not_lie_above_its_points(count):
     values = 2 + 3 * 0.97 ** np.arange(count) + 0.02 * np.random.default_rng(2).normal(size=count)
     smoothed = smooth(values, width_for(values, 10.0))
@@ -65,22 +52,14 @@ def test_the_mean_of_a_falling_run_does_not_lie_above_its_points(count):
     assert abs(smoothed[-1] - values[-1]) < 0.05, "the newest figure, which is read most"
 
 
-def test_fewer_than_fifty_points_are_not_smoothed():
-    assert width_for(np.ones(200), 10.0) == 10.0
-    assert width_for(np.ones(50), 10.0) == 2.5, "at most a twentieth of the points"
-    assert width_for(np.ones(49), 10.0) is None
+def test_fewer_than_fifty_points_are_not_smoothed_and_only_an_exponential_mean_can_be_asked_for():
+    assert [width_for(np.ones(count), 10.0) for count in (200, 50, 49)] == [10.0, 2.5, None]  # 50: a twentieth of them
     assert width_for(np.append(np.ones(49), [np.nan] * 30), 10.0) is None, "only what can be drawn counts"
     assert width_for(np.ones(500), None) is None
-
-
-def test_what_can_be_asked_for():
     assert (parse_smoothing("none"), parse_smoothing("ema:20")) == (None, 20.0)
     for text in ("ema:0", "ema:nan", "ema:1e300", "ema", "mean:3", "gaussian:5"):
         with pytest.raises(ValueError, match="ema:20"):
             parse_smoothing(text)
-
-
-# ---- buckets ----
 
 
 def test_a_one_step_spike_in_a_million_is_in_the_maximum_of_its_bin():
@@ -88,12 +67,10 @@ def test_a_one_step_spike_in_a_million_is_in_the_maximum_of_its_bin():
     values[654_321] = 50.0
     values[654_322] = -50.0
     found = bins_of(np.arange(1_000_000.0), values)
-    assert len(found) == 2000
     place = int(np.nanargmax(found.maximum))
-    assert found.maximum[place] == 50
-    assert found.minimum[place] == -50
+    assert (found.maximum[place], found.minimum[place]) == (50, -50)
     assert abs(found.x[place] - 654_321) < 1_000_000 / 2000
-    assert found.count.sum() == 1_000_000
+    assert (len(found), found.count.sum()) == (2000, 1_000_000)
     assert found.mean.mean() == pytest.approx(values.mean(), abs=1e-4)
 
 
@@ -110,40 +87,24 @@ def test_every_point_is_in_exactly_one_bin_for_any_range():
             assert np.nanmin(found.minimum) == np.float32(values[inside].min())
 
 
-def test_few_points_are_returned_as_they_are():
+def test_few_points_are_returned_as_they_are_and_numbers_too_large_for_the_screen_stay_the_largest():
     x, values = np.array([1.0, 5.0, 6.0]), np.array([3.0, np.nan, 2.0])
     found = bins_of(x, values, smooth=np.array([3.0, 2.5, 2.0]))
-    assert found.x.tolist() == [1, 5, 6]
+    assert (found.x.tolist(), found.count.tolist(), found.nonfinite) == ([1, 5, 6], [1, 0, 1], 1)
     assert found.minimum.tolist()[::2] == found.maximum.tolist()[::2] == [3, 2]
-    assert found.count.tolist() == [1, 0, 1]
-    assert found.nonfinite == 1
-    assert found.smooth is not None
     assert found.smooth.tolist() == [3, 2.5, 2]
+    assert len(bins_of(np.empty(0), np.empty(0))) == len(bins_of(x, values, low=10.0)) == 0
+    largest = float(np.finfo(np.float32).max)
+    assert bins_of(np.arange(2.0), np.array([1e300, -1e300])).maximum.tolist() == [largest, -largest]
 
 
-def test_bins_without_values_are_nan_and_values_that_are_not_finite_are_counted():
-    x = np.concatenate([np.arange(500.0), np.arange(1500.0, 2000.0)])
+def test_bins_without_values_are_nan_what_is_not_finite_is_counted_and_an_axis_that_jumps_back_put_in_order():
     values = np.ones(1000)
     values[[3, 4]] = [np.nan, np.inf]
-    found = bins_of(x, values, count=20)
+    found = bins_of(np.append(np.arange(500.0), np.arange(1500.0, 2000.0)), values, count=20)
     assert np.isnan(found.mean[5:15]).all()
-    assert (found.count[5:15] == 0).all()
-    assert found.nonfinite == 2
-    assert found.mean[0] == 1
-
-
-def test_an_axis_that_jumps_back_is_put_in_order():
+    assert (found.nonfinite, found.mean[0]) == (2, 1)
     x = np.concatenate([np.arange(100.0, 200.0), np.arange(50.0, 150.0), [np.nan]])
     found = bins_of(x, np.arange(201.0), count=10)
     assert found.count.sum() == 200
     assert (np.diff(found.x) > 0).all()
-
-
-def test_numbers_too_large_for_the_screen_stay_the_largest():
-    found = bins_of(np.arange(2.0), np.array([1e300, -1e300]))
-    assert found.maximum.tolist() == [float(np.finfo(np.float32).max), -float(np.finfo(np.float32).max)]
-
-
-def test_nothing_gives_nothing():
-    assert len(bins_of(np.empty(0), np.empty(0))) == 0
-    assert len(bins_of(np.arange(3.0), np.ones(3), low=10.0)) == 0

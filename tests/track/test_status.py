@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.track.logged import logged
 from zero2all.track import MetricsWriter
 from zero2all.track.reader import RunReader, find_runs
 from zero2all.track.status import Evidence, is_writer_alive, judge, pid_namespace
@@ -18,9 +20,8 @@ NOW = 1_000_000.0
 SOMEWHERE_ELSE = {"host": "another-machine", "pid": 1, "process_start": 0.0}
 
 
-def judged(silent: float, header: dict | None = None, end: dict | None = None, step_seconds: float = 0.1) -> str:
-    header = SOMEWHERE_ELSE if header is None else header
-    return judge(Evidence(header, end, NOW - silent, NOW - silent, step_seconds), now=NOW)[0]
+def judged(silent: float, end: dict | None = None, step_seconds: float = 0.1) -> str:
+    return judge(Evidence(SOMEWHERE_ELSE, end, NOW - silent, NOW - silent, step_seconds), now=NOW)[0]
 
 
 def test_on_another_machine_only_silence_can_be_seen_and_the_writers_own_word_counts_most():
@@ -53,32 +54,27 @@ time.sleep(600)
 """
 
 
-def test_a_killed_process_is_a_crashed_run_at_once_and_a_stopped_one_is_not(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITE_AND_WAIT, tmp_path / "run"])
-    try:
-        reader = RunReader(tmp_path / "run", cache=tmp_path / "cache")
-        while reader.status.last_step != 99:
-            reader.refresh()
-            assert process.poll() is None
-        assert reader.status.state == "running"
-        assert [each.status.state for each in find_runs([tmp_path])] == ["running"]
-        (path,) = (tmp_path / "run" / "metrics").iterdir()
-        os.utime(path, (time.time() - 300,) * 2)
+def test_a_killed_process_is_a_crashed_run_at_once_and_a_stopped_one_is_not(tmp_path, start):
+    process = start(tmp_path / "run", code=WRITE_AND_WAIT)
+    reader = RunReader(tmp_path / "run", cache=tmp_path / "cache")
+    while reader.status.last_step != 99:
         reader.refresh()
-        assert reader.status.state == "stalled", "alive, but silent for five minutes"
-        process.send_signal(signal.SIGKILL)
-        while is_writer_alive(json.loads(path.read_text().split("\n")[0])["data"]):  # a zombie is dead as well
-            time.sleep(0.01)
-        assert reader.status.state == "crashed"
-    finally:
-        process.kill()
-        process.wait()
+        assert process.poll() is None
+    assert reader.status.state == "running"
+    assert [each.status.state for each in find_runs([tmp_path])] == ["running"]
+    (path,) = (tmp_path / "run" / "metrics").iterdir()
+    os.utime(path, (time.time() - 300,) * 2)
+    reader.refresh()
+    assert reader.status.state == "stalled", "alive, but silent for five minutes"
+    process.signal(signal.SIGKILL)
+    while is_writer_alive(json.loads(path.read_text().split("\n")[0])["data"]):  # a zombie is dead as well
+        time.sleep(0.01)
+    assert reader.status.state == "crashed"
     status = RunReader(tmp_path / "run", cache=tmp_path / "cache").status
     assert (status.state, status.last_step, status.last_tokens, status.attempt) == ("crashed", 99, 990, 1)
     assert str(process.pid) in status.message
-    listing = find_runs([tmp_path])[0]
-    assert (listing.status.state, listing.status.last_step) == ("crashed", 99)
-    assert listing.last_loss == pytest.approx(1.01)
+    (listing,) = find_runs([tmp_path])
+    assert (listing.status.state, listing.last_loss) == ("crashed", pytest.approx(1.01))
 
 
 def test_an_end_written_after_the_last_look_is_not_a_crash(tmp_path):
@@ -100,11 +96,9 @@ def test_a_process_that_only_has_the_same_number_is_not_the_writer():
 
 
 def test_the_state_is_that_of_the_latest_training_attempt(tmp_path):
-    with MetricsWriter(tmp_path) as run:
-        run.log({"loss": 1.0}, step=1)
+    logged(tmp_path, {"loss": 1.0})
     second = MetricsWriter(tmp_path, resumed_from=1)
-    with MetricsWriter(tmp_path, writer="eval") as run:
-        run.log({"eval/score": 1.0}, step=1)
+    logged(tmp_path, {"eval/score": 1.0}, writer="eval")
     reader = RunReader(tmp_path)
     assert (reader.status.state, reader.status.attempt) == ("running", 2)
     second.close(reason="failed", message="no")
@@ -112,66 +106,44 @@ def test_the_state_is_that_of_the_latest_training_attempt(tmp_path):
     assert (reader.status.state, reader.status.message) == ("crashed", "no")
 
 
-# ---- the list ----
-
-
 def test_runs_are_found_at_and_below_the_given_folders(tmp_path):
     for name in ("work/runs/b", "work/runs/a", "other", "work/runs/a/checkpoints/deeper"):
         with MetricsWriter(tmp_path / name) as run:
-            run.log({"loss": float("nan") if name.endswith("b") else 2.5, "lr": 1.0}, step=4, tokens=40)
-            run.log({"eval/score": 1.0}, step=4, tokens=40)
+            for values in ({"loss": 2.5, "lr": 1.0}, {"eval/score": 1.0}):
+                run.log(values, step=4, tokens=40)
     (tmp_path / "work/runs/a/config.yaml").write_text("data:\n  seed: 1\n\ntrain:\n  # length\n  steps: 900\n")
     (tmp_path / "empty/metrics").mkdir(parents=True)
     (tmp_path / "empty/config.yaml").write_text("")
     (tmp_path / "library/metrics").mkdir(parents=True)
     (tmp_path / "library/metrics/accuracy.py").write_text("no run")
     found = find_runs([tmp_path, tmp_path / "work", tmp_path / "absent"])
-    assert [(each.name, each.status.state) for each in found] == [
-        ("empty", "unknown"),
-        ("other", "finished"),
-        ("work/runs/a", "finished"),
-        ("work/runs/b", "finished"),
-    ]
-    run_a = found[2]
-    assert (run_a.status.last_step, run_a.last_loss, run_a.status.total_steps) == (4, 2.5, 900)
-    assert run_a.folder == tmp_path / "work/runs/a"
-    assert found[3].last_loss != found[3].last_loss  # NaN
+    states = {"empty": "unknown", **dict.fromkeys(("other", "work/runs/a", "work/runs/b"), "finished")}
+    assert [(each.name, each.status.state) for each in found] == list(states.items())
+    status = found[2].status
+    assert (status.last_step, status.total_steps, found[2].last_loss) == (4, 900, 2.5)
+    assert found[2].folder == tmp_path / "work/runs/a"
     assert [each.name for each in find_runs([tmp_path / "other"])] == ["other"]
 
 
 def test_a_run_that_anneals_ends_where_its_anneal_ends(tmp_path):
-    with MetricsWriter(tmp_path / "a") as run:
-        run.log({"loss": 2.5}, step=4, tokens=40)
+    logged(tmp_path / "a", {"loss": 2.5}, first=4)
     (tmp_path / "a/config.yaml").write_text("train:\n  steps: 900\n")
-    for record, expected in (
-        ('{"from_step": null, "steps": 50}', 900),
-        ('{"from_step": 4, "steps": 50}', 54),
-        ("[]", 900),
-        ("{", 900),
-    ):
+    records = {'{"from_step": null, "steps": 50}': 900, '{"from_step": 4, "steps": 50}': 54, "[]": 900, "{": 900}
+    for record, expected in records.items():
         (tmp_path / "a/anneal.json").write_text(record)
         assert find_runs([tmp_path])[0].status.total_steps == expected
 
 
-def bytes_read() -> int:
-    """By this process, so far."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_two_hundred_long_runs_are_listed_without_being_read(tmp_path):
-    with MetricsWriter(tmp_path / "first") as run:
-        for step in range(2000):
-            run.log({"loss": 1.0, "lr": 1.0}, step=step)
-    text = run.path.read_bytes()
-    for number in range(200):
-        folder = tmp_path / f"run-{number:03}" / "metrics"
-        folder.mkdir(parents=True)
-        (folder / "train-1.jsonl").write_bytes(text)
-    before = bytes_read()
+def test_long_runs_are_listed_without_being_read(tmp_path):
+    first = logged(tmp_path / "first", *[{"loss": 1.0, "lr": 1.0}] * 2000)
+    for number in range(20):
+        shutil.copytree(first, tmp_path / f"run-{number}")
+    read_by_us = Path("/proc/self/io")
+    before = int(read_by_us.read_text().split()[1])
     found = find_runs([tmp_path])
-    assert bytes_read() - before < 201 * len(text) / 2
-    assert len(found) == 201
-    assert all(each.status.last_step == 1999 for each in found)
+    size = (first / "metrics/train-1.jsonl").stat().st_size
+    assert int(read_by_us.read_text().split()[1]) - before < 21 * size / 2
+    assert [each.status.last_step for each in found] == [2000] * 21
 
 
 def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(tmp_path):
@@ -183,12 +155,10 @@ def test_the_last_step_and_loss_are_found_before_two_damaged_lines_of_megabytes(
     assert (listing.status.last_step, listing.last_loss) == (1000, 2.5)
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000], ids=range(5))
-def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path, damage):
+def test_a_damaged_run_does_not_keep_the_others_out_of_the_list(tmp_path):
+    logged(tmp_path / "good", {"loss": 1.0})
     (tmp_path / "bad/metrics").mkdir(parents=True)
-    (tmp_path / "bad/metrics/train-1.jsonl").write_bytes(damage)
-    with MetricsWriter(tmp_path / "good") as run:
-        run.log({"loss": 1.0}, step=1)
-    bad, good = find_runs([tmp_path])
-    assert (bad.name, bad.last_loss, good.status.last_step) == ("bad", None, 1)
-    assert RunReader(tmp_path / "bad").status.last_step is None
+    for damage in (b"", b"\xff\xfe\x00", b'{"step":', b"x" * 200_000, b"\n" * 50_000):
+        (tmp_path / "bad/metrics/train-1.jsonl").write_bytes(damage)
+        bad, good = find_runs([tmp_path])
+        assert (bad.name, bad.last_loss, good.status.last_step) == ("bad", None, 1)

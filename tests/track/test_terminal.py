@@ -16,7 +16,7 @@ import pytest
 from rich.cells import cell_len
 
 from tests.processes import Screen
-from zero2all.cli import main
+from tests.track.logged import logged
 from zero2all.track import MetricsWriter
 from zero2all.track.frame import Canvas, change_of, frame
 from zero2all.track.reader import RunReader
@@ -43,7 +43,6 @@ def text_of(folder: Path, columns: int = 80, rows: int = 24, note: str = "") -> 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Read only."""
     folder = tmp_path_factory.mktemp("runs") / "my-run"
     write_run(folder)
     return folder
@@ -60,40 +59,14 @@ def test_a_frame_says_how_the_run_stands(finished):
     assert re.search(r"MFU model +41\.2%", said)
     assert re.search(r"memory peak +71\.0GB", said)
     assert "stall" not in said
-    assert "250 spike metric loss" in said
-    assert "gpu-box: live" in said
+    assert [words for words in ("250 spike metric loss", "gpu-box: live") if words not in said] == []
 
 
-def test_the_end_of_a_run_is_one_event_in_plain_words(tmp_path):
-    with MetricsWriter(tmp_path / "run") as run:
-        run.log({"loss": 1.0}, step=525, tokens=1_075_200)
-        run.event("start", step=525, data={"notes": ["the first note", "the second"]})
-        run.event("finish", step=525, data={"tokens": 1_075_200, "seconds": 90.0})
-    said = text_of(tmp_path / "run", 132, 30)
-    assert re.search(r"525 finished 1,075,200 tokens in ", said)
-    assert "525 start the first note; the second" in said
-    assert "end reason" not in said
-
-
-@pytest.mark.parametrize("columns", [80, 132])
-def test_training_and_held_out_figures_are_told_apart(finished, columns):
-    lines = text_of(finished, columns, 30).splitlines()
-    above, names = next((line, lines[at + 1]) for at, line in enumerate(lines) if "held-out" in line)
-    values = next(line for line in lines if re.search(r"\ben +2\.000", line))
-    held_out = values.index("1.2500") + len("1.2500")
-    assert above[:held_out].endswith("held-out"), "the column of the held-out figure, and no other, is called so"
-    assert names[:held_out].endswith("bpb")
-    assert "training" in above[: held_out - 8]
-
-
-@pytest.mark.parametrize("size", [(80, 24), (132, 43), (40, 10), (200, 60), (5, 3)])
-def test_every_size_is_filled_exactly_and_nothing_is_wider(finished, size):
-    lines = frame(RunReader(finished), *size, time.time())
-    assert len(lines) == max(size[1], 10)
-    assert all(cell_len(line.plain) <= max(size[0], 40) for line in lines)
-
-
-def test_the_spike_is_drawn_and_the_steep_start_does_not_flatten_the_rest(finished):
+def test_every_size_is_filled_exactly_and_the_spike_is_drawn_though_the_start_is_steep(finished):
+    for columns, rows in ((80, 24), (200, 60), (5, 3)):
+        lines = frame(RunReader(finished), columns, rows, time.time())
+        assert len(lines) == max(rows, 10)
+        assert all(cell_len(line.plain) <= max(columns, 40) for line in lines)
     chart = text_of(finished).splitlines()[2:14]
     column = 9 + round(250 / 299 * 70)
     drawn = sum(any(line[at : at + 1] not in ("", " ") for at in (column - 1, column, column + 1)) for line in chart)
@@ -113,15 +86,11 @@ def test_the_time_left_is_that_of_the_last_rows(tmp_path):
 def test_a_run_without_metrics_or_with_only_nan_still_has_a_frame(tmp_path):
     (tmp_path / "empty" / "metrics").mkdir(parents=True)
     assert "no metrics yet" in text_of(tmp_path / "empty")
-    with MetricsWriter(tmp_path / "nan") as run:
-        run.log({"loss": math.nan}, step=1, tokens=1)
+    logged(tmp_path / "nan", {"loss": math.nan})
     assert "1 not finite" in text_of(tmp_path / "nan")
-    with MetricsWriter(tmp_path / "run") as run:
-        for step, loss in enumerate([9, 9, 9, 9, 4, 6, 1, math.nan]):
-            run.log({"loss": loss}, step=step, tokens=0)
-    assert change_of(RunReader(tmp_path / "run").series("loss")) == pytest.approx(1 - 5), (
-        "the last rows to those before"
-    )
+    logged(tmp_path / "run", *({"loss": loss} for loss in (9, 9, 9, 9, 4, 6, 1, math.nan)))
+    last_rows_to_those_before = change_of(RunReader(tmp_path / "run").series("loss"))
+    assert last_rows_to_those_before == pytest.approx(1 - 5)
     assert change_of(RunReader(tmp_path / "run").series("absent")) is None
 
 
@@ -132,19 +101,6 @@ def test_control_characters_from_a_run_do_not_reach_the_terminal(tmp_path):
     said = text_of(tmp_path / "evil")
     assert not any(ord(character) < 32 and character != "\n" for character in said)
     assert "\x9b" not in said
-
-
-def test_once_prints_one_frame_into_a_pipe(finished, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("LINES", "30")
-    assert main(["watch", str(finished), "--once"]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert len(out.splitlines()) == 29
-    assert "step 299/600" in out
-
-
-# ---- live ----
 
 
 def widest_line(drawn: bytes) -> int:
@@ -161,9 +117,8 @@ def terminal(*words: str) -> Iterator[tuple[Screen, subprocess.Popen[bytes]]]:
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     for name in ("COLUMNS", "LINES", "NO_COLOR"):
         environment.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "zero2all", *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
-    )
+    command = [sys.executable, "-m", "zero2all", *words]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     try:
         yield screen, process
@@ -192,58 +147,24 @@ def test_the_live_view_follows_the_run_and_the_window_and_ends_with_q(tmp_path):
             assert process.wait(300) == 0
 
 
-# ---- curves of braille dots ----
-
-
-def array(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float64)
-
-
-def test_the_four_corners_are_the_four_corner_dots():
-    canvas = Canvas(1, 1, (0, 1), (0, 1))
-    canvas.curve(array(0), array(0))
-    assert canvas.lines() == ["⡀"]
-    for x, y, dot in ((0, 1, "⠁"), (1, 1, "⠈"), (1, 0, "⢀")):
+def test_the_four_corners_are_the_four_corner_dots_and_a_canvas_without_room_or_extent_works():
+    for x, y, dot in ((0, 0, "⡀"), (0, 1, "⠁"), (1, 1, "⠈"), (1, 0, "⢀")):
         canvas = Canvas(1, 1, (0, 1), (0, 1))
-        canvas.curve(array(x), array(y))
+        canvas.curve(np.array([x]), np.array([y]))
         assert canvas.lines() == [dot]
+    canvas = Canvas(0, 0, (5, 5), (2, 2))
+    canvas.curve(np.array([5.0, 5.0]), np.array([2.0, 2.0]))
+    assert [len(line) for line in canvas.lines()] == [1]
 
 
-def test_a_straight_line_leaves_no_gap():
-    canvas = Canvas(4, 2, (0, 1), (0, 1))
-    canvas.curve(array(0, 1), array(0, 1))
-    dots = canvas._dots[0]
-    assert dots.any(axis=0).all(), "every column"
+def test_a_line_leaves_no_gap_the_topmost_layer_gives_the_color_and_what_lies_outside_is_drawn_at_the_edge():
+    canvas = Canvas(4, 2, (0, 1), (0, 1), layers=2)
+    canvas.curve(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
     assert canvas.lines() == ["⠀⠀⡠⠊", "⡠⠊⠀⠀"]
-
-
-def test_a_one_step_spike_reaches_from_the_curve_to_its_top():
-    low, high = np.zeros(40), np.zeros(40)
-    high[20] = 1.0
-    canvas = Canvas(20, 5, (0, 39), (0, 1))
-    canvas.curve(np.arange(40.0), low, high)
-    assert canvas._dots[0][:, 20].all()
-    assert canvas._dots[0][:10].sum() < 20
-
-
-def test_what_lies_outside_is_drawn_at_the_edge_and_what_is_not_finite_is_left_out():
+    canvas.curve(np.ones(1), np.ones(1), layer=1)
+    assert canvas.top_layers()[0].tolist()[2:] == [0, 1]
     canvas = Canvas(3, 1, (0, 2), (0, 1))
-    canvas.curve(array(0, 1, 2), array(1e300, np.nan, -np.inf))
+    canvas.curve(np.array([0.0, 1.0, 2.0]), np.array([1e300, np.nan, -np.inf]))
     assert canvas.lines() == ["⠁⠀⠀"]
-    canvas.curve(array(-5, 99), array(0, 0))
+    canvas.curve(np.array([-5.0, 99.0]), np.zeros(2))
     assert canvas.lines() == ["⠁⠀⠀"], "no place on the canvas"
-
-
-def test_the_topmost_layer_gives_the_color():
-    canvas = Canvas(2, 1, (0, 1), (0, 1), layers=2)
-    canvas.curve(array(0, 1), array(0, 0), layer=0)
-    canvas.curve(array(1), array(1), layer=1)
-    assert canvas.top_layers().tolist() == [[0, 1]]
-
-
-def test_any_size_and_a_flat_world_work():
-    for size in ((0, 0), (1, 1), (300, 90)):
-        canvas = Canvas(*size, (5, 5), (2, 2))
-        canvas.curve(array(5, 5), array(2, 2))
-        assert len(canvas.lines()) == max(size[1], 1)
-        assert all(len(line) == max(size[0], 1) for line in canvas.lines())

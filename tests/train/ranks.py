@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,6 @@ class StepRecord:
     updated: bool
     row_nats: list[float]
     """Of the global batch."""
-    loss_scale: float | None
 
 
 @dataclass
@@ -65,9 +64,8 @@ class Launch:
 
     def steps(self, rank: int = 0) -> list[StepRecord]:
         """What a process recorded."""
-        if not self.records[rank].exists():
-            return []
-        return [StepRecord(**json.loads(line)) for line in self.records[rank].read_text().splitlines()]
+        path = self.records[rank]
+        return [StepRecord(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def global_rows(self) -> dict[int, list[str]]:
         """The rows of each step's global batch by its first token: those of the processes one after the other."""
@@ -100,10 +98,9 @@ class RankStarter:
         awaited: Path | None = None,
         code: str = CODE,
     ) -> Launch:
-        """Start a run, or go on with it. Some of its processes get signals, or more words on their command line; the
-        batches that begin at the tokens `garbled` hold nonsense, the same in every row whichever process reads it. The
-        processes that are `spoiled` have one weight changed after a step. Before a signal they wait for the file that
-        is `awaited`, for example a checkpoint that is still being written. `code` ends in CODE."""
+        """Start a run, or go on with it. By rank: signals, more words, the step after which one weight is `spoiled`.
+        The batches that begin at the tokens `garbled` hold nonsense, the same whichever process reads it. Before a
+        signal the processes wait for the file that is `awaited`. `code` ends in CODE."""
         from zero2all.config import config_yaml
 
         number, port = len(self.launched), free_port()
@@ -114,13 +111,8 @@ class RankStarter:
         for rank, record in enumerate(launch.records):
             job = {
                 "words": ["train", str(path), "--work", str(self.root), *(words or {}).get(rank, [])],
-                "rank": rank,
-                "processes": processes,
-                "port": port,
-                "record": str(record),
-                "signal": (signals or {}).get(rank),
-                "garbled": garbled,
-                "spoiled": (spoiled or {}).get(rank),
+                **{"rank": rank, "processes": processes, "port": port, "record": str(record), "garbled": garbled},
+                **{"signal": (signals or {}).get(rank), "spoiled": (spoiled or {}).get(rank)},
                 "awaited": None if awaited is None else str(awaited),
             }
             output = self.folder / f"output-{number}-{rank}.txt"
@@ -148,23 +140,16 @@ def main() -> None:
     """Be one process of a run, as sys.argv[1] describes."""
     job = json.loads(sys.argv[1])
     if job["processes"] > 1:
-        os.environ |= {
-            "RANK": str(job["rank"]),
-            "LOCAL_RANK": str(job["rank"]),
-            "WORLD_SIZE": str(job["processes"]),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(job["port"]),
-        }
-    awaited = None if job["awaited"] is None else Path(job["awaited"])
-    _record_steps(Path(job["record"]), job["signal"], job["garbled"], job["spoiled"], awaited)
+        rank, size = str(job["rank"]), str(job["processes"])
+        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
+    _record_steps(Path(job["record"]), job)
     from zero2all.cli import main as z2a
 
     sys.exit(z2a(job["words"]))
 
 
-def _record_steps(
-    path: Path, moment: Moment | None, garbled: list[int], spoiled: int | None, awaited: Path | None
-) -> None:
+def _record_steps(path: Path, job: dict[str, Any]) -> None:
     """Write a line for every step; send a signal to this process at the moment for it, or change one weight."""
     import torch
 
@@ -174,32 +159,25 @@ def _record_steps(
     train_step = trainer.train_step
 
     def recorded(state: Any, batch: Any, *rest: Any) -> PendingStep:
-        if batch.first_token in garbled:
+        if batch.first_token in job["garbled"]:
             places = torch.arange(batch.tokens.shape[1])
             batch = replace(batch, tokens=(batch.tokens * 31 + places * places) % 300)
         pending = train_step(state, batch, *rest)
         result = pending.result()
         real = zip(batch.sources[: batch.samples].tolist(), np.asarray(batch.tokens[: batch.samples]), strict=True)
-        record = StepRecord(
-            step=result.step,
-            first_token=batch.first_token,
-            rows=[hashlib.sha256(bytes([source]) + row.tobytes()).hexdigest()[:16] for source, row in real],
-            loss=result.loss,
-            lr=result.lr,
-            updated=result.updated,
-            row_nats=result.row_nats.tolist(),
-            loss_scale=None if state.loss_scale is None else float(state.loss_scale.scale),
-        )
+        rows = [hashlib.sha256(bytes([source]) + row.tobytes()).hexdigest()[:16] for source, row in real]
+        record = {"step": result.step, "first_token": batch.first_token, "rows": rows, "loss": result.loss}
+        record |= {"lr": result.lr, "updated": result.updated, "row_nats": result.row_nats.tolist()}
         with path.open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-        if result.step == spoiled:
+            file.write(json.dumps(record) + "\n")
+        if result.step == job["spoiled"]:
             with torch.no_grad():
                 state.model.norm.weight[0] += 1e-3  # in every gradient of this rank, and so in the next steps of all
-        if moment is not None and result.step == moment[0]:
+        if job["signal"] is not None and result.step == job["signal"][0]:
             end = time.monotonic() + AWAITED_SECONDS
-            while awaited is not None and not awaited.exists() and time.monotonic() < end:
+            while job["awaited"] is not None and not Path(job["awaited"]).exists() and time.monotonic() < end:
                 time.sleep(0.01)
-            _signal_self(moment[1], moment[2])
+            _signal_self(*job["signal"][1:])
         return pending
 
     trainer.train_step = recorded  # type: ignore[assignment]

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -19,49 +18,31 @@ from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve
-from zero2all.parallel.config import MeshSizes, ParallelConfig
+from zero2all.parallel.config import MeshSizes
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import init_weights
 from zero2all.parallel.world import World
-from zero2all.train.micro_batch import (
-    FILE_NAME,
-    choose_micro_batch,
-    deciding,
-    find_micro_batch,
-    memory_settings,
-    model_pass,
-    pass_sizes,
-    recall,
-    remember,
-)
+from zero2all.train import micro_batch
+from zero2all.train.micro_batch import choose_micro_batch, deciding, find_micro_batch, memory_settings, pass_sizes
 from zero2all.train.state import new_state
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_garbage_collection() -> Iterator[None]:
-    """Leave out everything that was imported: a collection then looks at what a test made, and takes no time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class SmallDevice:
     """Real tensors, of which only so many bytes may be alive at once."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.in_use, self.tried = limit, 0, []
+        self.limit, self.alive, self.tried = limit, weakref.WeakSet(), []
+
+    @property
+    def in_use(self) -> int:
+        return sum(tensor.numel() for tensor in self.alive)
 
     def allocate(self, count: int) -> Tensor:
         if self.in_use + count > self.limit:
             raise torch.OutOfMemoryError(f"tried to allocate {count} bytes, {self.limit - self.in_use} are left")
         tensor = torch.zeros(count, dtype=torch.uint8)
-        self.in_use += count
-        weakref.finalize(tensor, self._give_back, count)
+        self.alive.add(tensor)
         return tensor
-
-    def _give_back(self, count: int) -> None:
-        self.in_use -= count
 
     def run_pass(self, samples: int) -> None:
         assert self.in_use == 0, "an earlier try left something behind"
@@ -70,8 +51,7 @@ class SmallDevice:
         layers.append(layers)  # a cycle: only the garbage collector gives this back
 
 
-@pytest.mark.parametrize("rows", [1, 24, 64, 97])
-@pytest.mark.parametrize("most", [1, 3, 8, 11, 50, 1000])
+@pytest.mark.parametrize(("rows", "most"), [(1, 1), (24, 3), (64, 50), (97, 11), (97, 1000)])
 def test_largest_size_that_fits_is_found_from_any_guess(rows, most):
     candidates = pass_sizes(rows)
     expected = max(number for number in candidates if number <= most)
@@ -82,27 +62,19 @@ def test_largest_size_that_fits_is_found_from_any_guess(rows, most):
         assert len(device.tried) == len(set(device.tried)) <= 2 * math.log2(len(candidates)) + 4
 
 
-def test_sizes_double_and_then_the_gap_is_halved():
+def test_sizes_double_and_then_the_gap_is_halved_and_none_without_fewer_passes_is_tried():
     device = SmallDevice(20 * 1000)
     assert find_micro_batch(device.run_pass, pass_sizes(96), gc.collect) == 20
     assert device.tried == [1, 2, 4, 8, 16, 32, 20, 24]
-
-
-def test_where_8_of_64_rows_do_not_fit_7_are_taken_and_no_size_without_fewer_passes_is_tried():
-    device = SmallDevice(7 * 1000)
-    assert find_micro_batch(device.run_pass, pass_sizes(64), gc.collect) == 7
     assert pass_sizes(64) == [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 16, 22, 32, 64]
     assert pass_sizes(8) == [1, 2, 3, 4, 8], "4 + 4 is as many passes as 7 + 1"
 
 
-def test_not_even_one_sample_is_an_error_that_says_what_helps():
-    with pytest.raises(
-        UsageError, match=r"train\.recompute; `z2a perf memory`.*parallel\.zero 1;.*parallel\.offload optimizer"
-    ):
+def test_no_room_for_one_sample_is_an_error_that_says_what_helps_and_another_error_is_not_swallowed():
+    helps = r"train\.recompute; `z2a perf memory`.*parallel\.zero 1;.*parallel\.offload optimizer"
+    with pytest.raises(UsageError, match=helps):
         find_micro_batch(SmallDevice(500).run_pass, pass_sizes(8), gc.collect)
 
-
-def test_another_error_than_want_of_memory_is_not_swallowed():
     def broken(samples: int) -> None:
         raise RuntimeError(f"shapes of {samples} do not match")
 
@@ -110,22 +82,16 @@ def test_another_error_than_want_of_memory_is_not_swallowed():
         find_micro_batch(broken, [1, 2], gc.collect)
 
 
-# ---- with a config and a model ---------------------------------------------------------------------------------------
+def run_config(parallel=None, **train) -> RunConfig:
+    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1}
+    values = {"model": {**shape, "max_seq_len": 16}, "data": {"seq_len": 16, "document_mask": True}}
+    values["train"] = {"tokens_per_step": 24 * 16, "micro_batch_samples": "auto", "steps": 200, **train}
+    return config_from_values({**values, "parallel": {"device": "cpu", **(parallel or {})}}, "of a test")
 
 
-def run_config(**train: object) -> RunConfig:
-    return config_from_values(
-        {
-            "model": {
-                **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "layers": 2},
-                **{"heads": 2, "kv_heads": 1, "max_seq_len": 16},
-            },
-            "data": {"seq_len": 16, "document_mask": True},
-            "train": {"tokens_per_step": 24 * 16, "micro_batch_samples": "auto", "steps": 200, **train},
-            "parallel": {"device": "cpu"},
-        },
-        "of a test",
-    )
+def world_of(**sizes) -> World:
+    mesh = Mesh(MeshSizes(**sizes))
+    return World(size=mesh.sizes.processes, mesh=mesh)
 
 
 def model_of(config: RunConfig) -> Z2all:
@@ -136,41 +102,31 @@ def model_of(config: RunConfig) -> Z2all:
 
 def test_on_a_cpu_auto_is_a_fixed_rule_that_says_so(tmp_path):
     config = run_config()
-    taken, notes = choose_micro_batch(config, model_of(config), World(), tmp_path, lambda: None)
-    assert taken == 8
-    assert "auto on a CPU" in notes[0]
-    assert (
-        choose_micro_batch(
-            config, model_of(config), World(size=3, mesh=Mesh(MeshSizes(replicate=3))), tmp_path, lambda: None
-        )[0]
-        == 8
-    )
-    assert (
-        choose_micro_batch(
-            config, model_of(config), World(size=5, mesh=Mesh(MeshSizes(replicate=5))), tmp_path, lambda: None
-        )[0]
-        == 5
-    )
+    model = model_of(config)
+    for world, expected in ((World(), 8), (world_of(replicate=3), 8), (world_of(replicate=5), 5)):
+        taken, notes = choose_micro_batch(config, model, world, tmp_path, lambda: None)
+        assert taken == expected
+        assert "auto on a CPU" in notes[0]
 
 
 def test_what_was_found_is_recalled_until_something_that_decides_it_changes(tmp_path):
     config, world = run_config(), World()
     ops = resolve(OpsConfig(), "cpu")
     before = deciding(config, ops, world)
-    assert recall(tmp_path, before) is None
-    remember(tmp_path, before, 12)
-    assert recall(tmp_path, deciding(run_config(steps=300), ops, world)) == 12
+    assert micro_batch.recall(tmp_path, before) is None
+    micro_batch.remember(tmp_path, before, 12)
+    assert micro_batch.recall(tmp_path, deciding(run_config(steps=300), ops, world)) == 12
     for other in (
         deciding(run_config(recompute="full"), ops, world),
-        deciding(run_config(precision="bfloat16"), ops, world),
         deciding(run_config(tokens_per_step=12 * 16), ops, world),
         deciding(config, resolve(OpsConfig(attention="math"), "cpu"), world),
-        deciding(config, ops, World(size=2, mesh=Mesh(MeshSizes(replicate=2)))),
-        deciding(dataclasses.replace(config, parallel=ParallelConfig(schedule="gpipe")), ops, world),
+        deciding(config, ops, world_of(replicate=2)),
+        deciding(run_config({"schedule": "gpipe"}), ops, world),
         {**before, "torch": "another"},
     ):
-        assert other != before
-        assert recall(tmp_path, other) is None
+        assert micro_batch.recall(tmp_path, other) is None
+    (tmp_path / micro_batch.FILE_NAME).write_bytes(b'{"micro_batch_sam')
+    assert micro_batch.recall(tmp_path, before) is None, "half a file is as good as none"
 
 
 def test_stages_of_a_pipeline_take_the_smallest_of_their_estimates(monkeypatch):
@@ -178,32 +134,24 @@ def test_stages_of_a_pipeline_take_the_smallest_of_their_estimates(monkeypatch):
         def gather(self, value):
             return [value, 2]
 
-    monkeypatch.setattr("zero2all.train.micro_batch.deciding", lambda *_: {})
-    monkeypatch.setattr("zero2all.train.micro_batch.largest_by_estimate", lambda *_: 6)
-    config = run_config()
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, pipeline=2))
+    monkeypatch.setattr(micro_batch, "deciding", lambda *_: {})
+    monkeypatch.setattr(micro_batch, "largest_by_estimate", lambda *_: 6)
+    config = run_config({"pipeline": 2})
     world = OtherStageHasLessRoom(size=2, device=torch.device("cuda"), mesh=Mesh(MeshSizes(pipeline=2)))
     assert choose_micro_batch(config, model_of(config), world, None, lambda: None)[0] == 2
-
-
-def test_half_a_file_is_as_good_as_none(tmp_path):
-    (tmp_path / FILE_NAME).write_bytes(b'{"micro_batch_sam')
-    assert recall(tmp_path, {}) is None
 
 
 def test_a_try_runs_the_real_model_forward_and_backward():
     config = run_config()
     model = model_of(config)
-    model_pass(model, config, torch.device("cpu"))(3)
+    micro_batch.model_pass(model, config, torch.device("cpu"))(3)
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.blocks.parameters())
 
 
 def test_estimate_of_memory_sees_the_settings_of_the_run():
     ops = resolve(OpsConfig(), "cpu")
-    config = run_config(recompute="full")
-    parallel = dataclasses.replace(config.parallel, zero=2, offload="optimizer", bucket_mb=4.0)
-    mesh = Mesh(MeshSizes(shard=2))
-    settings = memory_settings(dataclasses.replace(config, parallel=parallel), ops, mesh, 4)
+    config = run_config({"zero": 2, "offload": "optimizer", "bucket_mb": 4.0}, recompute="full")
+    settings = memory_settings(config, ops, Mesh(MeshSizes(shard=2)), 4)
     assert (settings.precision, settings.recompute, settings.documents) == ("float32", "full", True)
     assert settings.passes == 3  # 12 rows for each of 2 processes, 4 at a time
     assert (settings.zero, settings.replicate, settings.shard) == (2, 1, 2)
@@ -214,18 +162,16 @@ def test_estimate_of_memory_sees_the_settings_of_the_run():
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
 def test_estimate_with_zero_2_is_what_the_fullest_process_holds(kind):
     model = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=160, layers=2, heads=4, kv_heads=2)
-    config = dataclasses.replace(run_config(precision="bfloat16"), optim=OptimConfig(kind), model=model)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=2, bucket_mb=0.1))
+    config = run_config({"zero": 2, "bucket_mb": 0.1}, precision="bfloat16")
+    config = dataclasses.replace(config, optim=OptimConfig(kind), model=model)
     held = []
     for rank in range(3):
-        mesh = Mesh(MeshSizes(shard=3), rank)
-        state = new_state(
-            model_of(config), config.optim, torch.bfloat16, world=World(mesh=mesh), parallel=config.parallel
-        )
+        world = World(mesh=Mesh(MeshSizes(shard=3), rank))
+        state = new_state(model_of(config), config.optim, torch.bfloat16, world=world, parallel=config.parallel)
         moments = state.optimizer.state_tensors().values()
         weights = state.weights
         held.append((weights.masters.nbytes, weights.gradients.nbytes, sum(part.values.nbytes for part in moments)))
-    settings = memory_settings(config, state.model.ops, mesh, 4)
+    settings = memory_settings(config, state.model.ops, world.mesh, 4)
     parts = {part.name: part.bytes for part in estimate_memory(config.model, settings).parts}
     masters, gradients, states = max(held)
     assert (parts["masters"], parts["gradients"]) == (masters, gradients)
@@ -237,9 +183,7 @@ def test_processes_that_exchange_in_every_pass_take_the_estimate_and_say_what_to
     def tried(*_: object) -> None:
         raise AssertionError("an exchange in which one runs out of memory leaves the others waiting")
 
-    config = run_config()
-    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, zero=zero))
-    mesh = Mesh(MeshSizes(shard=2))
+    config, mesh = run_config({"zero": zero}), Mesh(MeshSizes(shard=2))
     model, world = model_of(config), World(size=2, device=torch.device("cuda", 0), mesh=mesh)
     for_four = estimate_memory(config.model, memory_settings(config, model.ops, mesh, 4)).total
     card = SimpleNamespace(name="a card", total_memory=int(for_four / (1.0 - ALLOWANCE)) + 1)

@@ -1,51 +1,40 @@
-"""What two processes of a run say to each other: nothing between ordinary steps, and what one alone knows in time."""
+"""What the processes of a run say to each other: nothing between ordinary steps, and what one alone knows in time. All
+have the same settings, operators and folder of the run, or none of them starts."""
 
 import json
 import os
-import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.processes import WarmProcess
+from tests.train.conftest import NO_DROPOUT
 from tests.train.ranks import CODE, RankStarter
-from zero2all.common.workspace import Workspace
+from zero2all.common.errors import BadInputError, UsageError, error_values
 from zero2all.config.training import AnnealConfig
+from zero2all.ops.config import OpsConfig
+from zero2all.ops.implementation import OpContext
+from zero2all.parallel.world import World
+from zero2all.train import run as run_module
 from zero2all.train.anneal import read_anneal, request_anneal
+from zero2all.train.build import resolve_together
+from zero2all.train.checkpoints.run_lock import LOCK_NAME, RunLock, hold_run
+from zero2all.train.resume import changed_operators
 
 STEPS, STEP_TOKENS = 8, 160
-QUIET = {"residual_dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
-
-
-@pytest.fixture(scope="module")
-def lab(shared_work, tmp_path_factory) -> Workspace:
-    """A workspace that all tests here share."""
-    root = tmp_path_factory.mktemp("control") / "work"
-    shutil.copytree(shared_work.root, root)
-    return Workspace(root)
-
-
-@pytest.fixture(scope="module")
-def ranks(warm, lab, tmp_path_factory):
-    starter = RankStarter(warm, lab.root, tmp_path_factory.mktemp("ranks"))
-    yield starter
-    starter.stop()
+LISTINGS = ("os.listdir", "os.scandir")
+FOUND = "between steps: "
+HERE = "from tests.train import test_train_control as here"
 
 
 def settings(config, name, **data):
-    return config(
-        model=QUIET,
-        data=data,
-        train={"name": name, "steps": STEPS, "tokens_per_step": STEP_TOKENS, "precision": "float64"},
-        checkpoint={"every_steps": 0},
-        validation={"every_steps": 0, "tokens_per_source": 128},
-    )
-
-
-# ---- inside a process ----
+    train = {"name": name, "steps": STEPS, "tokens_per_step": STEP_TOKENS, "precision": "float64"}
+    valid = {"every_steps": 0, "tokens_per_source": 128}
+    return config(model=NO_DROPOUT, data=data, train=train, checkpoint={"every_steps": 0}, validation=valid)
 
 
 def count_traffic() -> None:
@@ -76,8 +65,8 @@ def count_traffic() -> None:
     trainer.train_step = counted
 
 
-def request_after_step(step: int, run: Path) -> None:
-    """Ask for an anneal of 3 steps after a step, and let the watch look at once."""
+def request_after_step_1(run: Path) -> None:
+    """Ask for an anneal of 3 steps, and let the watch look at once."""
     from zero2all.train import trainer
     from zero2all.train.hooks import anneal
 
@@ -86,19 +75,11 @@ def request_after_step(step: int, run: Path) -> None:
 
     def asking(state: Any, *rest: Any) -> Any:
         pending = train_step(state, *rest)
-        if state.step == step:
+        if state.step == 1:
             request_anneal(run, 3, "linear", 0.0)
         return pending
 
     trainer.train_step = asking
-
-
-LISTINGS = ("os.listdir", "os.scandir")
-FOUND = "between steps: "
-HERE = "from tests.train import test_train_control as here"
-
-
-# ---- the tests ----
 
 
 def test_between_two_steps_no_collective_begins_and_no_folder_is_listed_on_any_rank(ranks, config):
@@ -111,7 +92,7 @@ def test_between_two_steps_no_collective_begins_and_no_folder_is_listed_on_any_r
 
 def test_a_request_that_only_rank_0_finds_anneals_all_from_the_same_step(ranks, lab, config):
     run = lab.run("asked")
-    code = f"{HERE}; from pathlib import Path; here.request_after_step(1, Path({str(run)!r})); {CODE}"
+    code = f"{HERE}; from pathlib import Path; here.request_after_step_1(Path({str(run)!r})); {CODE}"
     launch = ranks.finished(settings(config, "asked"), 2, code=code)
     record = read_anneal(run, 99)
     assert record == AnnealConfig(record.from_step, 3, "linear", 0.0)
@@ -137,3 +118,56 @@ def test_four_ranks_train_save_and_resume_where_no_process_can_read_a_pickle(lab
         warm.process.communicate()
     assert [step.step for step in stopped.steps() + resumed.steps()] == list(range(1, STEPS + 1))
     assert "a pickle is read by" not in stopped.text() + resumed.text()
+
+
+def test_a_process_with_another_setting_ends_all_of_them_before_the_first_step(ranks, config):
+    launch = ranks(config(train={"steps": 4}), processes=2, words={1: ["--ops.attention", "math"]})
+    assert launch.wait() == [2, 2], launch.text()
+    said = "ops.attention 'math' instead of 'auto'"
+    assert all(said in trainer.text() for trainer in launch.trainers), launch.text()
+    assert launch.steps() == []
+
+
+def of_two(other):
+    """Rank 0 of two processes; what rank 1 says is `other` of what rank 0 says."""
+
+    class WorldOfTwo(World):
+        def gather(self, value):
+            return [value, other(value)]
+
+    return WorldOfTwo(0, 2)
+
+
+def test_processes_that_choose_different_operators_or_find_none_all_end():
+    """The same settings: only the machines differ."""
+
+    def takes_another(value):
+        return {**value, "attention": "math"} if isinstance(value, dict) else value
+
+    with pytest.raises(UsageError, match="attention is sdpa on rank 0 and math on rank 1"):
+        resolve_together(OpsConfig(), OpContext("cpu"), of_two(takes_another))
+    none = [error_values(UsageError("no kernel")), "there"]
+    with pytest.raises(UsageError, match="Rank 1 on there: no kernel"):
+        resolve_together(OpsConfig(), OpContext("cpu"), of_two(lambda value: none if value is None else value))
+
+
+def test_changed_operators_are_told_and_unknown_and_renamed_ones_are_not():
+    before = {"attention": {"got": "sdpa"}, "rope": {"got": "eager"}, "linear": {"got": "into32"}}
+    now = {"attention": "fa4", "rope": "eager", "swiglu": "torch", "linear": "fp32_wgrad"}
+    assert changed_operators(before, now) == ["attention sdpa -> fa4"]
+
+
+def test_a_rank_that_does_not_see_the_lock_of_rank_0_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "SHARED_SECONDS", 0.3)
+    with hold_run(tmp_path / "here") as lock:
+        run_module.require_shared(World(), lock)
+        for path in (tmp_path / "there" / LOCK_NAME, lock.path):  # no folder; and a folder with a lock of its own
+            with pytest.raises(BadInputError, match=r"do not share the folder of the run.*not seen by rank 0 on"):
+                run_module.require_shared(World(), RunLock(path, lock.token if path != lock.path else "another", []))
+
+
+def test_a_file_that_is_seen_late_is_waited_for(tmp_path):
+    with hold_run(tmp_path / "here") as lock:
+        late = RunLock(tmp_path / "late", lock.token, [])
+        threading.Timer(0.5, lambda: late.path.write_bytes(lock.path.read_bytes())).start()
+        run_module.require_shared(World(), late)

@@ -8,12 +8,13 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.train.ranks import RankStarter
+from tests.train.checkpoints.conftest import MODEL
+from tests.train.conftest import prepared_run, quiet, said_by_run
+from tests.train.states import events, flip, steps_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.shard_format import open_split
 from zero2all.packed.writer import pack_corpus
-from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
@@ -21,21 +22,13 @@ from zero2all.train import train_step as step_module
 from zero2all.train import trainer
 from zero2all.train.anneal import request_anneal
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-from zero2all.train.checkpoints.store import CheckpointStore
+from zero2all.train.checkpoints.layout import checkpoint_folder
 from zero2all.train.run import train
-from zero2all.train.setup import prepare
 
 STEP = 128
 """Tokens in a step of the small config: 4 samples of 32."""
-
-
-def prepared_run(settings, work, fresh=False):
-    return prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)), fresh=fresh)
-
-
-def quiet(_text):
-    pass
+ZH_AT_STEP_8 = {"max_epochs": {"zh": 0.04}}
+"""8 steps read 0.035 epochs of zh, 20 steps more than twice that."""
 
 
 @pytest.fixture
@@ -58,32 +51,26 @@ def test_a_mixture_changed_on_resume_lets_every_source_continue_where_it_stood(w
     other = config(train={"steps": 7}, data={"mixture": {"en": 1, "zh": 3}})
     with pytest.raises(UsageError, match="the mixture or the sequence length has changed"):
         train(other, work, say=quiet)
-    notes: list[str] = []
-    train(other, work, accept_changes=True, say=notes.append)
+    notes = said_by_run(other, work, accept_changes=True)
     assert "the mixture changes at token 384; every source continues where it stopped" in notes
     assert not [note for note in notes if "repeated or left out" in note]
     train(config(train={"steps": 9}, data={"mixture": {"en": 1, "zh": 3}}), work, accept_changes=True, say=quiet)
     assert [len(watched[source]) for source in (0, 1)] == [9 + 6, 3 + 18]
     for number, name in enumerate(("en", "zh")):
         alone = prepared_run(config(data={"mixture": {name: 1}}), work, fresh=True)[1].data
-        count = len(watched[number])
-        samples = alone.segments[0].order.lookup(np.arange(count))[1]
+        samples = alone.segments[0].order.lookup(np.arange(len(watched[number])))[1]
         wanted = [alone.splits[0].read(int(sample) * 32, 33).tobytes() for sample in samples]
         assert watched[number] == wanted  # the order of the source alone: nothing repeated, nothing skipped
 
 
 def test_a_stage_with_longer_sequences_keeps_the_tokens_of_a_step(work, config, watched):
-    settings = config(
-        model={"max_seq_len": 64}, stages=[{"name": "long", "from_step": 5, "mixture": {"en": 1}, "seq_len": 64}]
-    )
+    stage = {"name": "long", "from_step": 5, "mixture": {"en": 1}, "seq_len": 64}
     notes: list[str] = []
-    summary = train(settings, work, say=notes.append)
-    assert summary.tokens == 8 * STEP
-    assert sorted({len(row) // 8 for rows in watched.values() for row in rows}) == [33, 65]
+    assert train(config(model={"max_seq_len": 64}, stages=[stage]), work, say=notes.append).tokens == 8 * STEP
+    assert {len(row) // 8 for row in watched[1]} == {33}, "the mixture of the stage has no zh"
     assert sum(len(row) // 8 == 65 for row in watched[0]) == 3 * 2
-    assert any(
-        "from token 640 on, sequences have 64 tokens: the text is cut and shuffled again" in note for note in notes
-    )
+    changes = "from token 640 on, sequences have 64 tokens: the text is cut and shuffled again"
+    assert any(changes in note for note in notes)
 
 
 def test_a_stage_longer_than_the_model_is_refused_with_its_field(config):
@@ -99,55 +86,31 @@ def test_a_limit_on_epochs_is_held_before_the_first_step(work, config):
     assert not (work.run("run") / "config.yaml").exists()
 
 
-@pytest.fixture
-def requested(monkeypatch):
-    """Asks a run that is training for an anneal after a step."""
-
-    def request(run, step, steps):
-        real = trainer.train_step
-
-        def asking(state, *rest):
-            pending = real(state, *rest)
-            if state.step == step:
-                request_anneal(run, steps, "linear", 0.0)
-            return pending
-
-        monkeypatch.setattr(trainer, "train_step", asking)
-
-    return request
+def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_which_goes_on(work, config, after_step):
+    run = work.run("run")
+    after_step(4, lambda: request_anneal(run, 16, "linear", 0.0))
+    text = "\n".join(said_by_run(config(data=ZH_AT_STEP_8), work))
+    for said in ("run cannot anneal over 16 steps from step 4.", "at most 0.04 allowed", "--steps N"):
+        assert said in text
+    assert steps_of(run)[0] == 8
+    assert 4 in [event.step for event in events(run, "warning")]
+    assert events(run, "anneal") == []
+    assert not (run / "anneal.json").exists()  # or every step would refuse it again
 
 
-ZH_AT_STEP_8 = {"max_epochs": {"zh": 0.04}}
-"""8 steps read 0.035 epochs of zh, 20 steps more than twice that."""
-
-
-def test_an_anneal_that_would_read_more_than_max_epochs_is_refused_by_the_run_which_goes_on(work, config, requested):
-    requested(work.run("run"), step=4, steps=16)
-    said: list[str] = []
-    assert train(config(data=ZH_AT_STEP_8), work, say=said.append).step == 8
-    text = "\n".join(said)
-    assert "run cannot anneal over 16 steps from step 4." in text
-    assert "at most 0.04 allowed" in text
-    assert "--steps N" in text
-    events = [(event.kind, event.step) for event in read_run(work.run("run")).events]
-    assert ("warning", 4) in events
-    assert "anneal" not in {kind for kind, _ in events}
-    assert not (work.run("run") / "anneal.json").exists()  # or every step would refuse it again
-
-
-def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(work, config, requested):
+def test_an_anneal_of_a_run_that_shares_what_is_used_up_stays_within_max_epochs(work, config, after_step):
     settings = config(data={**ZH_AT_STEP_8, "when_used_up": "share"}, checkpoint={"keep_last": 9})
     run = work.run("run")
-    requested(run, step=4, steps=16)
+    after_step(4, lambda: request_anneal(run, 16, "linear", 0.0))
     assert train(settings, work, say=quiet).step == 20
     last = newest_checkpoint(run)
     assert [stage["name"] for stage in last.manifest["order"]["stages"]] == ["main", "main without zh"]
-    wanted = (last.folder / "model-00000-00000.safetensors").read_bytes()
-    for folder in list_checkpoints(run):
-        if step_of(folder) > 6:
-            shutil.rmtree(folder)
+    wanted = (last.folder / MODEL).read_bytes()
+    for step in steps_of(run):
+        if step > 6:
+            shutil.rmtree(checkpoint_folder(run, step))
     train(settings, work, say=quiet)
-    assert (last.folder / "model-00000-00000.safetensors").read_bytes() == wanted
+    assert (last.folder / MODEL).read_bytes() == wanted
 
 
 def test_an_anneal_has_a_mixture_of_its_own_also_on_resume_and_unknown_sources_are_refused(work, config):
@@ -177,69 +140,54 @@ def test_a_run_whose_reading_process_is_killed_goes_on_to_the_same_bits_and_writ
 
     monkeypatch.setattr(trainer.Trainer, "step", kill_reader)
     train(config(train={"name": "killed"}, data={"reader_kind": "process", "prefetch_steps": 1}), work, say=quiet)
-    weights = "checkpoints/step-00000008/model-00000-00000.safetensors"
-    assert (work.run("killed") / weights).read_bytes() == (work.run("run") / weights).read_bytes()
-    (warning,) = [event for event in read_run(work.run("killed")).events if event.kind == "warning"]
+    one, other = (checkpoint_folder(work.run(name), 8) / MODEL for name in ("run", "killed"))
+    assert one.read_bytes() == other.read_bytes()
+    (warning,) = events(work.run("killed"), "warning")
     assert warning.data["problem"] == "a reader process ended (SIGKILL); another one takes over"
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[50] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.fixture
-def ranks(warm, work, tmp_path):
-    starter = RankStarter(warm, work.root, tmp_path)
-    yield starter
-    starter.stop()
 
 
 def test_a_run_stops_at_a_damaged_shard_without_saving_and_goes_on_once_it_is_mended(work, config):
     settings = config(checkpoint={"every_steps": 0}, validation={"every_steps": 0})
-    shard = work.packed / "zh/train/tokens-00000.bin"
+    shard, run = work.packed / "zh/train/tokens-00000.bin", work.run("run")
     content = shard.read_bytes()
-    flip(shard)
-    with pytest.raises(
-        BadInputError, match=r"zh/train/tokens-00000\.bin has changed .* not saved. Run `z2a pack` to write"
-    ):
+    flip(shard, 50)
+    changed = r"zh/train/tokens-00000\.bin has changed .* not saved. Run `z2a pack` to write"
+    with pytest.raises(BadInputError, match=changed):
         train(settings, work, say=quiet)
-    run = work.run("run")
-    assert list_checkpoints(run) == []
-    assert [event.kind for event in read_run(run).events].count("damaged_shard") == 1
+    assert steps_of(run) == []
+    assert len(events(run, "damaged_shard")) == 1
     pack_corpus(work.corpus, work.tokenizer, work.packed)
     assert shard.read_bytes() == content
     assert train(settings, work, say=quiet).step == 8
 
 
-def test_damage_that_one_of_two_processes_finds_ends_both_and_rank_0_reports_it(work, config, ranks):
-    flip(work.packed / "en/train/tokens-00000.bin")  # files are dealt out by name, so it falls to the second
+def test_damage_that_one_of_two_processes_finds_ends_both_and_rank_0_reports_it(lab, config, ranks):
+    flip(lab.packed / "en/train/tokens-00000.bin", 50)  # files are dealt out by name, so it falls to the second
     launch = ranks(config(train={"steps": 100_000}, checkpoint={"every_steps": 0}, validation={"every_steps": 0}), 2)
     assert launch.wait() == [3, 10], launch.text()
     said = " ".join(launch.trainers[0].text().split())
     assert re.search(r"Rank 1 on \S+: \S*en/train/tokens-00000\.bin has changed since it was written", said), said
     assert "has changed" not in launch.trainers[1].text()
-    assert list_checkpoints(work.run("run")) == []
-    assert "damaged_shard" in [event.kind for event in read_run(work.run("run")).events]
+    assert steps_of(lab.run("run")) == []
+    assert events(lab.run("run"), "damaged_shard")
 
 
 def test_documents_apart_and_best_fit_rows_train(work, config):
     for source in ("en", "zh"):
         build_best_fit(open_split(work.packed, source, "train"), 32)
     losses = []
-    for number, fields in enumerate(({}, {"document_mask": True}, {"packing": "best_fit", "document_mask": True})):
+    for number, fields in enumerate(({"document_mask": True}, {"packing": "best_fit", "document_mask": True})):
         train(config(train={"name": f"run{number}"}, data=fields), work, say=quiet)
         losses.append(read_run(work.run(f"run{number}")).series["loss"].value.tolist())
     assert np.isfinite(losses).all()
-    assert losses[0] != losses[1] != losses[2]
+    assert losses[0] != losses[1]
 
 
 def test_data_packed_with_another_tokenizer_than_the_run_was_trained_with_is_refused(work, config):
-    train(config(model={"vocab_size": 448}, train={"steps": 3}), work, say=quiet)
+    settings = config(model={"vocab_size": 448}, train={"steps": 3})
+    train(settings, work, say=quiet)
     train_on_corpus(work.corpus, work.tokenizer, TokenizerConfig(vocab_size=390))
     pack_corpus(work.corpus, work.tokenizer, work.packed)
-    with pytest.raises(
-        BadInputError, match=r"step-00000003 was trained with the tokenizer .*`tokenizer` in .*manifest"
-    ):
-        train(config(model={"vocab_size": 448}, train={"steps": 3}), work, say=quiet)
+    another = r"step-00000003 was trained with the tokenizer .*`tokenizer` in .*manifest"
+    with pytest.raises(BadInputError, match=another):
+        train(settings, work, say=quiet)

@@ -1,25 +1,25 @@
-"""A step on a GPU: the host never waits in it, a refused one leaves no trace, and float8 copies follow the weights."""
+"""A step on a GPU: the host never waits in it, a refused one leaves no trace, float8 and offloaded copies follow."""
 
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
-from tests.train.states import copies
+from tests.train.conftest import NO_DROPOUT, quiet
+from tests.train.states import assert_same_bits, copies
 from zero2all.model.z2all import Z2all
 from zero2all.ops.linear import fp8_linear
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, LoaderOptions, read_batch
 from zero2all.packed.transfer import batches_on
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.parameter_table import init_weights
+from zero2all.parallel.parameter_table import draw, init_weights
 from zero2all.parallel.world import World
 from zero2all.track.reader import read_run
-from zero2all.train import trainer
-from zero2all.train.build import op_context
+from zero2all.train import offload, trainer
+from zero2all.train.build import empty_state, op_context
 from zero2all.train.guards.detector import StepLimits
 from zero2all.train.hooks.reports import UpdateRatios
 from zero2all.train.micro_batch import choose_micro_batch
@@ -31,31 +31,19 @@ from zero2all.train.train_step import StepPlan, train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-SHAPE = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "max_seq_len": 64,
-    "residual_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "embedding_dropout": 0.0,
-}
+SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "layers": 2, "heads": 4, "kv_heads": 2}
+SHAPE |= {**NO_DROPOUT, "max_seq_len": 64}
 CHANNELS, ROWS, SEQ_LEN = 2, 8, 64
 OPTIMIZERS = ("adamw", "muon", "adamw_8bit", "adamw_bf16")
+# Offload: copies that are slow on their streams change nothing, because everything that needs them waits.
+OFFLOADED, STEPS = {"offload": "optimizer"}, 8
+CYCLES = 20_000_000  # about 10 ms
 
 
-def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, **train):
-    return config(
-        model=SHAPE,
-        data={"seq_len": SEQ_LEN},
-        train={"tokens_per_step": ROWS * SEQ_LEN, "micro_batch_samples": 4, "precision": precision, **train},
-        optim={"kind": kind},
-        ops=ops or {},
-        parallel={"device": "cuda"},
-    )
+def gpu_config(config, precision="bfloat16", kind="adamw", ops=None, parallel=None, **train):
+    train = {"tokens_per_step": ROWS * SEQ_LEN, "micro_batch_samples": 4, "precision": precision, **train}
+    sections = {"data": {"seq_len": SEQ_LEN}, "optim": {"kind": kind}, "ops": ops or {}}
+    return config(model=SHAPE, train=train, parallel={"device": "cuda", **(parallel or {})}, **sections)
 
 
 def gpu_state(settings) -> TrainState:
@@ -75,8 +63,7 @@ def gpu_batch(seed=0) -> Batch:
 
 
 @contextmanager
-def any_wait_is_an_error() -> Iterator[None]:
-    """torch raises where one of its operators makes the host wait for the device."""
+def any_wait_is_an_error():
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -132,8 +119,8 @@ def test_a_refused_step_leaves_every_bit_as_it_was(config, kind):
     before = copies(state)
     forward = {name: value.detach().clone() for name, value in state.model.named_parameters()}
     assert not step(state, settings, StepPlan(0.01, StepLimits(loss=0.0))).result().updated
-    assert all(torch.equal(value, before[name]) for name, value in copies(state).items())
-    assert all(torch.equal(value, forward[name]) for name, value in state.model.named_parameters())
+    assert_same_bits(copies(state), before)
+    assert_same_bits(dict(state.model.named_parameters()), forward)
 
 
 def test_float8_copies_follow_the_weights(config):
@@ -180,25 +167,15 @@ def test_batches_reach_the_device_whole_while_it_is_busy(config, work):
         loader.close()
 
 
-def test_a_run_goes_on_after_a_save_and_validates(config, work):
-    settings = {"parallel": {"device": "cuda"}, "track": {"update_ratios_every_steps": 2}}
-    precise = {"precision": "bfloat16", "micro_batch_samples": "auto"}
-    first = train(config(train={**precise, "steps": 5}, **settings), work, say=lambda _: None)
-    assert first.step == 5
-    whole = train(config(train={**precise, "steps": 8}, **settings), work, accept_changes=True, say=lambda _: None)
-    assert whole.step == 8
-    assert np.isfinite(whole.loss)
-    assert all(np.isfinite(loss) for loss in whole.held_out.values())
-
-
 def test_the_parts_of_a_step_add_up_to_its_time_where_it_was_validated_and_saved_too(config, work):
     settings = {"parallel": {"device": "cuda"}, "validation": {"every_steps": 4}, "checkpoint": {"every_steps": 6}}
-    train(config(train={"steps": 16}, **settings), work, say=lambda _: None)
+    train(config(train={"steps": 12, "micro_batch_samples": "auto"}, **settings), work, say=quiet)
+    whole = train(config(train={"steps": 16}, **settings), work, accept_changes=True, say=quiet)
+    assert all(np.isfinite(loss) for loss in (whole.loss, *whole.held_out.values()))
     series = read_run(work.run("run")).series
     parts = sum(series[f"time/{part}"].value for part in ("data_wait", *PARTS, "other"))
-    np.testing.assert_allclose(
-        parts, series["time/step"].value, rtol=1e-3, atol=1e-4
-    )  # by the host's clock they did not
+    # By the host's clock they did not.
+    np.testing.assert_allclose(parts, series["time/step"].value, rtol=1e-3, atol=1e-4)
 
 
 def test_rows_are_stamped_with_the_end_of_their_steps_also_where_the_host_reads_them_late(config, work, monkeypatch):
@@ -212,8 +189,72 @@ def test_rows_are_stamped_with_the_end_of_their_steps_also_where_the_host_reads_
 
     monkeypatch.setattr(trainer, "train_step", held_up)
     settings = {"parallel": {"device": "cuda"}, "validation": {"every_steps": 6}, "checkpoint": {"every_steps": 0}}
-    train(config(train={"steps": 12}, **settings), work, say=lambda _: None)
+    train(config(train={"steps": 12}, **settings), work, say=quiet)
     row_times = read_run(work.run("run")).series["time/step"]
     between = np.diff(row_times.time)
     after_pause = row_times.step[1:] == 7  # its time does not hold the pause
     np.testing.assert_allclose(between[~after_pause], row_times.value[1:][~after_pause], atol=0.02)
+
+
+def small_bucket_state(config, precision, **parallel):
+    settings = gpu_config(config, precision, parallel={"bucket_mb": 0.5, **parallel})
+    world = World(device=pick_device("cuda"))
+    state = empty_state(settings, world, resolve(settings.ops, op_context(settings, "cuda", DTYPES[precision])))
+    state.micro_batch_samples = 4
+    with state.weights.masters_between_steps() as masters:
+        draw(masters, state.model.config, 1)
+    state.weights.publish_masters()
+    return state, settings
+
+
+def losses_of(state, settings):
+    """Nothing is read before the last step is queued, so that the host runs ahead of the device."""
+    batches = [gpu_batch(seed) for seed in range(STEPS)]
+    pending = [step(state, settings, StepPlan(1e-3), batch) for batch in batches]
+    return torch.tensor([each.result().loss for each in pending])
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Each copy of the pipeline begins with a pause on its stream; pieces are small, so that there are many."""
+    monkeypatch.setattr(offload, "PIECE_VALUES", 1 << 15)
+
+    def slow(copy, stream):
+        def copied(self, *arguments, **options):
+            if getattr(self, stream) is not None:
+                with torch.cuda.stream(getattr(self, stream)):
+                    torch.cuda._sleep(CYCLES // 20)
+            copy(self, *arguments, **options)
+
+        return copied
+
+    for name, stream in (("_fetch", "_coming"), ("_send", "_going")):
+        monkeypatch.setattr(offload.HostPipeline, name, slow(getattr(offload.HostPipeline, name), stream))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_offload_gives_the_losses_of_the_device(config, slow_copies, precision):
+    expected = losses_of(*small_bucket_state(config, precision))
+    found = losses_of(*small_bucket_state(config, precision, **OFFLOADED))
+    torch.testing.assert_close(found, expected, rtol=1e-5 if precision == "float32" else 2e-3, atol=0)
+
+
+def test_a_refused_offloaded_step_leaves_no_trace_and_its_gradients_are_gone(config, slow_copies):
+    state, settings = small_bucket_state(config, "bfloat16", **OFFLOADED)
+    losses_of(state, settings)
+    before = copies(state)
+    state.weights.gradients.fill_(torch.nan)
+    state.optimizer.step(torch.tensor(torch.nan, device="cuda"), torch.tensor(True, device="cuda"))
+    assert_same_bits(copies(state), before)
+    assert not state.weights.gradients.any()
+
+
+def test_the_host_does_not_wait_for_the_device_to_start_an_update(config):
+    state, _ = small_bucket_state(config, "bfloat16", **OFFLOADED)
+    scale, refused = torch.tensor(1.0, device="cuda"), torch.tensor(False, device="cuda")  # these copies wait
+    ended = torch.cuda.Event()
+    torch.cuda._sleep(100 * CYCLES)
+    ended.record()
+    state.optimizer.step(scale, refused)
+    assert not ended.query()
+    state.weights.wait()

@@ -1,26 +1,23 @@
-"""Runs over bad data, from beginning to end: what is noticed, what is done about it, and how such a run ends.
-
-The data is poisoned where a disk or a crawler would have done it: in the packed shards. Which sample stands in which
-step is a function of config and data, so a test can write noise into exactly the samples of a few steps.
-"""
+"""Runs over bad data, from beginning to end: what is noticed, what is done about it, and how such a run ends."""
 
 import json
 import os
 import random
 import shutil
 import signal
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
 from tests.train.checkpoints.conftest import set_value
-from tests.train.states import copies
-from zero2all.cli import main
+from tests.train.conftest import NO_DROPOUT, quiet, said_by_run, small_config
+from tests.train.states import assert_same_bits, copies, events, steps_of
 from zero2all.common.errors import AnomalyError, BadInputError, DiskError, PreemptedError
 from zero2all.common.manifest import read_manifest, write_manifest
 from zero2all.common.workspace import Workspace, open_workspace
-from zero2all.config import config_from_values, config_values, config_yaml
+from zero2all.config import config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.packed.shard_format import open_split, tokens_name
 from zero2all.packed.writer import PackOptions, pack_corpus
@@ -30,7 +27,7 @@ from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.track.reader import read_run
 from zero2all.train import trainer
 from zero2all.train.checkpoints.find import newest_checkpoint
-from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+from zero2all.train.checkpoints.layout import list_checkpoints
 from zero2all.train.checkpoints.manifest import read_manifest as read_checkpoint_manifest
 from zero2all.train.checkpoints.retention import pins
 from zero2all.train.guards.documents import rows_of_step
@@ -43,36 +40,35 @@ STEP_TOKENS = SEQ_LEN * ROWS
 FIRST_BAD, BAD_STEPS = 121, 8
 """The poisoned window: steps as the metrics count them."""
 GUARDS = {"skip_steps_after": 8}
-"""16 by default; of a run of 200 steps, that is much to leave out."""
-SETTINGS = {
-    "model": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "layers": 1,
-        "heads": 2,
-        "kv_heads": 1,
-        "max_seq_len": SEQ_LEN,
-    },
-    "data": {"seq_len": SEQ_LEN, "mixture": {"en": 3, "zh": 1}},
-    "train": {"name": "run", "steps": STEPS, "tokens_per_step": STEP_TOKENS, "micro_batch_samples": ROWS},
-    "optim": {"lr_max": 0.01},
-    "schedule": {"warmup_steps": 10},
-    "checkpoint": {"every_steps": 20},
-    "validation": {"every_steps": 0, "tokens_per_source": 2048},
-    "parallel": {"device": "cpu", "cpu_threads": 1},
-    "resilience": {"supervise": False, "memory_every_steps": 0},
-}
+SHORT = {"train": {"steps": 12}, "checkpoint": {"every_steps": 4}}
+WEIGHTS = "model-00000-00000.safetensors"
+NOISE = np.random.default_rng(7).integers(10, VOCABULARY, (BAD_STEPS, ROWS, SEQ_LEN))
+KILL = """
+import os, signal, sys
+from zero2all.train import trainer
+from zero2all.train.checkpoints.store import CheckpointStore
+def die(*_arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv.pop() == "decided":
+    CheckpointStore.go_back_to = die
+else:
+    trainer.load_checkpoint = die
+from zero2all.cli import main
+sys.exit(main())
+"""
+MOMENTS, NOT_ACCEPTED = "optimizer-00000-00000.safetensors", "no step after the checkpoint of step 194 was accepted"
 
 
-def settings(name="run", **sections):
-    values = {
-        section: {**SETTINGS.get(section, {}), **sections.get(section, {})} for section in {**SETTINGS, **sections}
+def settings(name="run", stages=None, **sections):
+    usual = {
+        "model": {**NO_DROPOUT, "intermediate_size": 64},
+        "train": {"name": name, "steps": STEPS, "tokens_per_step": STEP_TOKENS, "micro_batch_samples": ROWS},
+        "schedule": {"warmup_steps": 10},
+        "checkpoint": {"every_steps": 20},
+        "validation": {"every_steps": 0, "tokens_per_source": 2048},
     }
-    values["train"]["name"] = name
-    return config_from_values(values, "of a test")
-
-
-# ---- data -----------------------------------------------------------------------------------------------------
+    fields = {each: {**usual.get(each, {}), **sections.get(each, {})} for each in {**usual, **sections}}
+    return small_config(stages, **fields)
 
 
 @pytest.fixture(scope="session")
@@ -102,21 +98,21 @@ def clean(tmp_path_factory):
     return work
 
 
-@pytest.fixture(scope="session")
-def copy_of(tmp_path_factory):
-    """A copy of a workspace, without runs unless asked for."""
-
-    def copied(work, runs=False):
-        root = tmp_path_factory.mktemp("copy") / "work"
-        shutil.copytree(work.root, root, ignore=None if runs else shutil.ignore_patterns("runs"))
-        return Workspace(root)
-
-    return copied
-
-
 @pytest.fixture
-def work(clean, copy_of):
-    return copy_of(clean)
+def work(clean, tmp_path):
+    """A copy, whose data may be changed."""
+    return Workspace(shutil.copytree(clean.root, tmp_path / "work"))
+
+
+def beside(work, root, runs=None):
+    """A workspace of its own over the same data, with a copy of these runs."""
+    root.mkdir(exist_ok=True)
+    for item in work.root.iterdir():
+        if item.name != "runs":
+            (root / item.name).symlink_to(item)
+    if runs is not None:
+        shutil.copytree(runs, root / "runs")
+    return Workspace(root)
 
 
 def rewrite_manifest(folder, **changes):
@@ -126,55 +122,51 @@ def rewrite_manifest(folder, **changes):
     write_manifest(folder, "packed", manifest["inputs"], content | changes)
 
 
-def shard_tokens(work, source, shard):
-    folder = work.packed / source / "train"
+def shard_tokens(folder, shard):
     dtype = read_manifest(folder, "packed", "z2a pack")["dtype"]
     return np.memmap(folder / tokens_name(shard), dtype=dtype, mode="r+")
 
 
-def overwrite_shard(work, source, shard, ids):
-    """Every token of a shard; the borders of its documents stay."""
-    tokens = shard_tokens(work, source, shard)
-    tokens[:] = ids if np.isscalar(ids) else ids[: len(tokens)]
-    tokens.flush()
-    rewrite_manifest(work.packed / source / "train")
-
-
-def noise(count):
-    return np.random.default_rng(7).integers(10, VOCABULARY, count)
-
-
-def poison_steps(work, config, first, steps):
-    """Noise in place of every sample of `steps` global batches from step `first` on."""
+def poison_steps(work, config):
+    """Noise in place of every sample of the global batches of the window."""
     data, _ = open_run_data(config, work, False)
-    ids = noise(steps * STEP_TOKENS)
-    for number in range(steps):
-        rows = rows_of_step(data, (first - 1 + number) * STEP_TOKENS, ROWS)
+    for number in range(BAD_STEPS):
+        rows = rows_of_step(data, (FIRST_BAD - 1 + number) * STEP_TOKENS, ROWS)
         for row, (source, sample) in enumerate(zip(rows.sources.tolist(), rows.samples.tolist(), strict=True)):
             split = data.splits[source]
             for column in range(SEQ_LEN):
                 token = sample * SEQ_LEN + column
                 shard = int(np.searchsorted(split.shard_starts, token, side="right")) - 1
-                tokens = shard_tokens(work, split.name, shard)
-                tokens[token - int(split.shard_starts[shard])] = ids[(number * ROWS + row) * SEQ_LEN + column]
+                shard_tokens(split.folder, shard)[token - int(split.shard_starts[shard])] = NOISE[number, row, column]
     for split in data.splits:
         rewrite_manifest(split.folder)
 
 
+@contextmanager
+def in_step(number, action):
+    real_step = trainer.train_step
+
+    def step(state, *arguments):
+        if state.step == number - 1:
+            action()
+        return real_step(state, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "train_step", step)
+        yield
+
+
+def interrupt():
+    raise InterruptedError
+
+
 def decoder(work):
-    def load():
-        tokenizer = load_tokenizer(work.tokenizer)
-        return lambda ids: tokenizer.decode(ids, skip_control=False)
-
-    return load
+    tokenizer = load_tokenizer(work.tokenizer)
+    return lambda ids: tokenizer.decode(ids, skip_control=False)
 
 
-def trained(config, work, **arguments):
-    return train(config, work, make_decode=decoder(work), say=lambda _: None, **arguments)
-
-
-def events(run, *kinds):
-    return [event for event in read_run(run).events if event.kind in kinds]
+def trained(config, work, say=quiet):
+    return train(config, work, make_decode=lambda: decoder(work), say=say)
 
 
 def page(run, name):
@@ -186,14 +178,12 @@ def page(run, name):
 
 
 def weights(run):
-    folder = newest_checkpoint(run).folder
-    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    return {path.name: path.read_bytes() for path in newest_checkpoint(run).folder.glob("*.safetensors")}
 
 
 @pytest.fixture(scope="session")
-def left_alone(clean, copy_of):
-    """The run over clean data, and how it ended."""
-    work = copy_of(clean)
+def left_alone(clean, tmp_path_factory):
+    work = beside(clean, tmp_path_factory.mktemp("alone"))
     return work.run("run"), trained(settings(), work)
 
 
@@ -204,60 +194,41 @@ def test_clean_data_raises_no_alarm(left_alone):
     assert not (run / "incidents").exists()
 
 
-# ---- a poisoned window ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
-def poisoned(clean, copy_of):
-    """The same text with 8 consecutive global batches of noise."""
-    work = copy_of(clean)
-    poison_steps(work, settings(), FIRST_BAD, BAD_STEPS)
+def poisoned(clean, tmp_path_factory):
+    work = Workspace(shutil.copytree(clean.root, tmp_path_factory.mktemp("poisoned") / "work"))
+    poison_steps(work, settings())
     return work
 
 
 @pytest.fixture(scope="session")
 def right_before(poisoned, tmp_path_factory):
-    """The run as it stands some steps before the bad data: what comes before is the same work for every run below. When
-    it goes on, it has proven the checkpoint it was resumed from by then."""
+    """The run as it stands some steps before the bad data: when it goes on, it has proven its checkpoint by then."""
     work = beside(poisoned, tmp_path_factory.mktemp("before"))
-    real_step = trainer.train_step
-
-    def step_or_stop(state, *arguments):
-        if state.step == FIRST_BAD - 11:
-            raise InterruptedError
-        return real_step(state, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", step_or_stop)
-        with pytest.raises(InterruptedError):
-            trained(settings(guards=GUARDS), work)
+    with in_step(FIRST_BAD - 10, interrupt), pytest.raises(InterruptedError):
+        trained(settings(guards=GUARDS), work)
     return work
 
 
-def beside(work, root):
-    """A workspace of its own over the same data."""
-    root.mkdir(exist_ok=True)
-    for item in work.root.iterdir():
-        if item.name != "runs":
-            (root / item.name).symlink_to(item)
-    return Workspace(root)
+@pytest.fixture
+def resumable(poisoned, right_before, tmp_path):
+    """A copy of it, with the words that go on with it."""
+    work, path = beside(poisoned, tmp_path / "work", right_before.runs), tmp_path / "config.yaml"
+    path.write_text(config_yaml(settings(guards=GUARDS)))
+    return work, ["train", path, "--work", work.root]
 
 
 @pytest.fixture(scope="session")
-def recovered(poisoned, right_before):
-    """The run that goes on from there, and how it ended."""
-    shutil.copytree(right_before.runs, poisoned.runs)
-    return poisoned.run("run"), trained(settings(guards=GUARDS), poisoned)
-
-
-def mean_held_out(summary):
-    return np.mean([value for name, value in summary.held_out.items() if "/loss/" in name])
+def recovered(poisoned, right_before, tmp_path_factory):
+    work = beside(poisoned, tmp_path_factory.mktemp("recovered"), right_before.runs)
+    return work.run("run"), trained(settings(guards=GUARDS), work)
 
 
 def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_clean_one(left_alone, recovered):
     run, summary = recovered
     assert summary.step == STEPS
-    assert mean_held_out(summary) == pytest.approx(mean_held_out(left_alone[1]), rel=0.01)
+    ended, wanted = (each.held_out["eval/valid/loss"] for each in (summary, left_alone[1]))
+    assert ended == pytest.approx(wanted, rel=0.01)
     (rollback,) = events(run, "rollback")
     assert rollback.data["to_step"] == 100
     first, second, third = SkipLedger.load(run / "incidents").entries
@@ -267,62 +238,25 @@ def test_a_run_over_a_poisoned_window_goes_back_leaves_it_out_and_ends_like_the_
     assert spikes == [FIRST_BAD, FIRST_BAD + 1, FIRST_BAD + 2]
 
 
-def test_the_page_of_the_spike_names_the_documents_and_shows_their_text(recovered, poisoned):
+def test_the_page_of_the_spike_shows_the_text_that_was_bad(recovered, poisoned):
     run, _ = recovered
     incident = page(run, f"{FIRST_BAD + 2}-loss_spike")
     assert incident["action"] == "rollback"
     assert "back to the checkpoint of step 100" in incident["done"]
     assert len(incident["samples"]) == ROWS
-    tokenizer = load_tokenizer(poisoned.tokenizer)
-    bad = noise(BAD_STEPS * STEP_TOKENS)[2 * STEP_TOKENS : 3 * STEP_TOKENS].reshape(ROWS, SEQ_LEN)
     for sample in incident["samples"]:
-        assert sample["loss"] > 4
         text = "".join(document["text"] for document in sample["documents"])
-        assert text.startswith(tokenizer.decode(bad[sample["row"]].tolist(), skip_control=False)[:20])
-        assert all(document["gid"] is not None for document in sample["documents"])
-        assert all(f"{sample['source']}.jsonl" in document["origin"] for document in sample["documents"])
-    html = (run / "incidents" / f"{FIRST_BAD + 2}-loss_spike.html").read_text()
-    assert f"gid {incident['samples'][0]['documents'][0]['gid']}" in html
-
-
-KILL = """
-import os, signal, sys
-from zero2all.train import trainer
-from zero2all.train.checkpoints.store import CheckpointStore
-
-def die(*_arguments):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def dying_after(method):
-    def call(*arguments):
-        method(*arguments)
-        die()
-    return call
-
-moment = sys.argv.pop()
-if moment == "decided":
-    CheckpointStore.go_back_to = die
-elif moment == "withdrawn":
-    trainer.load_checkpoint = die
-else:
-    trainer.Trainer.rollback = dying_after(trainer.Trainer.rollback)
-from zero2all.cli import main
-sys.exit(main())
-"""
+        assert text.startswith(decoder(poisoned)(NOISE[2, sample["row"]].tolist())[:20])
 
 
 @pytest.mark.parametrize("moment", ["decided", "withdrawn"])
-def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(
-    moment, recovered, poisoned, right_before, start, tmp_path
-):
-    work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
-    path.write_text(config_yaml(settings(guards=GUARDS)))
-    shutil.copytree(right_before.runs, work.runs)
-    killed = start("train", path, "--work", work.root, moment, code=KILL)
+def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(moment, recovered, resumable, start):
+    work, words = resumable
+    killed = start(*words, moment, code=KILL)
     assert killed.wait() == -9, killed.text()
     run = work.run("run")
     assert not events(run, "finish")
-    again = start("train", path, "--work", work.root)
+    again = start(*words)
     assert again.wait() == 0, again.text()
     assert weights(run) == weights(recovered[0])
     assert SkipLedger.load(run / "incidents").entries == SkipLedger.load(recovered[0] / "incidents").entries
@@ -330,11 +264,20 @@ def test_a_run_killed_while_it_goes_back_ends_like_the_one_left_alone(
     assert (run / "checkpoints/step-00000100").is_dir(), "what was gone back to stays"
 
 
-def test_a_truncated_record_of_skipped_data_is_rebuilt_and_the_run_ends_with_the_same_bits(
-    recovered, poisoned, tmp_path
-):
-    work, lines = beside(poisoned, tmp_path / "work"), []
-    shutil.copytree(recovered[0], work.run("run"))
+@pytest.mark.slow
+def test_a_run_killed_before_a_rollback_whose_target_rots_meanwhile_moves_nothing_and_says_so(resumable, start):
+    work, words = resumable
+    killed = start(*words, "decided", code=KILL)
+    assert killed.wait() == -9, killed.text()
+    set_value(work.run("run"), 100, WEIGHTS, "norm.weight", 1.0, seals=False)
+    again = start(*words)
+    assert again.wait() == 3, again.text()
+    assert "was going back to the checkpoint of step 100, which is damaged or missing" in again.text()
+    assert steps_of(work.run("run")) == [120]
+
+
+def test_a_truncated_record_of_skipped_data_is_rebuilt_to_the_same_bits(recovered, poisoned, tmp_path):
+    work = beside(poisoned, tmp_path / "work", recovered[0].parent)
     run = work.run("run")
     wanted, entries = weights(run), SkipLedger.load(run / "incidents").entries
     shutil.rmtree(newest_checkpoint(run).folder)
@@ -342,8 +285,7 @@ def test_a_truncated_record_of_skipped_data_is_rebuilt_and_the_run_ends_with_the
         page_file.unlink()  # the checkpoint knows of it, too
     path = run / "incidents/skipped.json"
     path.write_bytes(path.read_bytes()[:100])
-    train(settings(guards=GUARDS), work, say=lines.append)
-    (said,) = [line for line in lines if "skipped.json" in line]
+    (said,) = [line for line in said_by_run(settings(guards=GUARDS), work) if "skipped.json" in line]
     assert "rebuilt from step-00000180 and the incident pages: 3 decisions" in said
     assert "elete" not in said
     assert SkipLedger.load(run / "incidents").entries == entries
@@ -351,100 +293,86 @@ def test_a_truncated_record_of_skipped_data_is_rebuilt_and_the_run_ends_with_the
     assert weights(run) == wanted
 
 
-# ---- a checkpoint that is not what it was ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="session")
-def stopped_at_194(clean, copy_of):
-    """The clean run, stopped and saved at step 194: checkpoints 180 and 194."""
-    work, real_step = copy_of(clean), trainer.train_step
-
-    def step_and_signal(state, *arguments):
-        pending = real_step(state, *arguments)
-        if state.step == 193:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return pending
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "train_step", step_and_signal)
-        with pytest.raises(PreemptedError):
-            trained(settings(), work)
+def stopped_at_194(left_alone, clean, tmp_path_factory):
+    """The clean run from its checkpoint of step 180 on, stopped and saved at step 194."""
+    work = beside(clean, tmp_path_factory.mktemp("stopped"), left_alone[0].parent)
+    shutil.rmtree(work.run("run") / "checkpoints/step-00000200")
+    with in_step(193, lambda: os.kill(os.getpid(), signal.SIGTERM)), pytest.raises(PreemptedError):
+        trained(settings(), work)
     return work
 
 
-@pytest.mark.parametrize("weight", [1e30, 1e4, 30.0], ids=["not finite", "spikes", "small spikes"])
+@pytest.fixture
+def stopped(stopped_at_194, tmp_path):
+    return beside(stopped_at_194, tmp_path / "stopped", stopped_at_194.runs)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "said"),
+    [
+        (WEIGHTS, "norm.weight", 1e30, NOT_ACCEPTED),
+        (WEIGHTS, "norm.weight", 30.0, NOT_ACCEPTED),
+        (MOMENTS, "exp_avg/norm.weight", np.nan, "contains NaN or infinite values"),
+        (MOMENTS, "exp_avg_sq/norm.weight", -1e-9, "contains negative values"),
+    ],
+    ids=["loss not finite", "small spikes", "moment not finite", "moment negative"],
+)
 def test_a_run_resumed_from_a_damaged_checkpoint_keeps_the_good_one_and_ends_with_the_bits_of_the_clean_run(
-    weight, stopped_at_194, left_alone, copy_of
+    stopped, left_alone, file, name, value, said
 ):
-    work = copy_of(stopped_at_194, runs=True)
-    run = work.run("run")
-    set_value(run, 194, "model-00000-00000.safetensors", "norm.weight", weight)
-    trained(settings(checkpoint={"every_steps": 15}), work)  # saves at step 195, before anything is proven
+    run = stopped.run("run")
+    set_value(run, 194, file, name, value)
+    trained(settings(checkpoint={"every_steps": 15}), stopped)  # saves at step 195, before anything is proven
     (rollback,) = events(run, "rollback")
-    assert (rollback.data["to_step"], rollback.data["withdrawn"]) == (180, [195, 194])
-    manifest = read_checkpoint_manifest(run / "checkpoints/withdrawn/step-00000195")
-    assert manifest["not_good"] == "the updates of these steps were refused: 195"
+    withdrawn = [195, 194] if file == WEIGHTS else [194]
+    assert (rollback.data["to_step"], rollback.data["withdrawn"]) == (180, withdrawn)
+    assert said in rollback.data["reason"]
+    if file == WEIGHTS:
+        manifest = read_checkpoint_manifest(run / "checkpoints/withdrawn/step-00000195")
+        assert manifest["not_good"] == "the updates of these steps were refused: 195"
     assert SkipLedger.load(run / "incidents").entries == (), "the data was not bad"
     assert weights(run) == weights(left_alone[0])
 
 
-def test_a_run_whose_only_checkpoint_is_damaged_does_not_end_well(stopped_at_194, copy_of):
-    work = copy_of(stopped_at_194, runs=True)
-    run = work.run("run")
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_end_well(stopped):
+    work, run = stopped, stopped.run("run")
     shutil.rmtree(run / "checkpoints/step-00000180")
-    set_value(run, 194, "model-00000-00000.safetensors", "norm.weight", 1e4)
+    set_value(run, 194, WEIGHTS, "norm.weight", 1e4)
     for _ in range(2):  # the second one only passes over the data that the first one has refused
         with pytest.raises(AnomalyError, match=r"no step after the checkpoint of step 19\d was accepted"):
             trained(settings(checkpoint={"every_steps": 15}), work)
-    assert max(map(step_of, list_checkpoints(run))) < STEPS
-
-
-def rot_at_step(patch, folder):
-    """Damage a checkpoint on the disk while the first bad step is computed."""
-    real_step = trainer.train_step
-
-    def step(state, *arguments):
-        path = folder / "model-00000-00000.safetensors"
-        if state.step == FIRST_BAD - 1 and path.exists():
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
-        return real_step(state, *arguments)
-
-    patch.setattr(trainer, "train_step", step)
+    assert max(steps_of(run)) < STEPS
 
 
 @pytest.mark.parametrize(("kept", "gone_back_to"), [(3, [80]), (2, [])])
-def test_a_rollback_whose_target_is_rotten_takes_an_older_one_or_moves_nothing(
-    kept, gone_back_to, poisoned, right_before, tmp_path, monkeypatch
-):
-    work = beside(poisoned, tmp_path / "work")
-    shutil.copytree(right_before.runs, work.runs)
+def test_a_rollback_whose_target_is_rotten_takes_an_older_one_or_moves_nothing(kept, gone_back_to, resumable):
+    work, _ = resumable
     run = work.run("run")
-    rot_at_step(monkeypatch, run / "checkpoints/step-00000100")
-    summary = trained(settings(guards=GUARDS, checkpoint={"keep_last": kept}), work)
+    target = run / "checkpoints/step-00000100" / WEIGHTS
+
+    def rot():
+        if target.exists():  # and not yet set aside
+            target.write_bytes(target.read_bytes()[:-1] + b"\0")
+
+    with in_step(FIRST_BAD, rot):
+        summary = trained(settings(guards=GUARDS, checkpoint={"keep_last": kept}), work)
     assert summary.step == STEPS
     assert (run / "checkpoints/damaged/step-00000100.txt").is_file()
     assert [event.data["to_step"] for event in events(run, "rollback")] == gone_back_to
     assert (run / "checkpoints/withdrawn/step-00000120").is_dir() == bool(gone_back_to)
 
 
-# ---- steps that are not finite, and runs that keep failing ----------------------------------------------------
-
-
 @pytest.fixture
 def not_finite(monkeypatch):
     """Make the loss of these steps NaN, and with it every gradient; keeps the state before and after each."""
-    around = {}
+    around, real_step = {}, trainer.train_step
 
     def in_steps(*steps):
-        real_step = trainer.train_step
-
         def step(state, *arguments):
             if state.step + 1 not in steps:
                 return real_step(state, *arguments)
-            before = copies(state)
-            head_loss = state.model.head_loss
+            before, head_loss = copies(state), state.model.head_loss
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(state.model, "head_loss", lambda *given: tuple(x * torch.nan for x in head_loss(*given)))
                 pending = real_step(state, *arguments)
@@ -457,74 +385,58 @@ def not_finite(monkeypatch):
     return in_steps
 
 
-SHORT = {"train": {"steps": 12}, "checkpoint": {"every_steps": 4}}
-
-
 def test_a_step_that_is_not_finite_changes_no_bit_of_weights_and_moments(work, not_finite):
     around = not_finite(6)
-    summary = trained(settings(**SHORT), work)
-    assert summary.step == 12
-    before, after = around[6]
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert trained(settings(**SHORT), work).step == 12
+    assert_same_bits(*around[6])
     run = work.run("run")
     assert [event.step for event in events(run, "skip")] == [6]
     assert page(run, "6-nonfinite")["action"] == "continue"
     losses = read_run(run).series["loss"]
     assert np.isnan(losses.value).sum() == 1
     assert losses.step.tolist() == list(range(1, 13))
-    doubts = {step_of(folder): read_checkpoint_manifest(folder).get("not_good") for folder in list_checkpoints(run)}
+    doubts = [read_checkpoint_manifest(folder).get("not_good") for folder in list_checkpoints(run)]
     refused = "the updates of these steps were refused: 6"  # for rollback_within_steps, 16
-    assert doubts == {4: None, 8: refused, 12: refused}
+    assert (steps_of(run), doubts) == ([12, 8, 4], [refused, refused, None])
 
 
-def test_what_came_before_steps_that_are_not_finite_stays_until_there_is_something_good_again(work, not_finite):
-    not_finite(6, 10, 14, 18)
-    trained(settings(train={"steps": 20}, checkpoint={"every_steps": 4}), work)
-    assert [step_of(folder) for folder in list_checkpoints(work.run("run"))] == [20, 16, 4]
+@pytest.fixture
+def command(work, tmp_path, z2a):
+
+    def run(config):
+        path = tmp_path / "config.yaml"
+        path.write_text(config_yaml(config))
+        return z2a("train", path, "--work", work.root)
+
+    return run
 
 
-def test_with_rollback_steps_that_are_not_finite_lead_back_to_the_last_good_checkpoint(work, not_finite):
-    not_finite(*range(10, 16))
-    guards = {"nonfinite": "rollback", "skip_steps_after": 3}
-    summary = trained(settings(train={"steps": 20}, checkpoint={"every_steps": 4}, guards=guards), work)
-    assert summary.step == 20
-    (rollback,) = events(work.run("run"), "rollback")
-    assert (rollback.data["from_step"], rollback.data["to_step"]) == (12, 8)
-    (entry,) = SkipLedger.load(work.run("run") / "incidents").entries
-    assert (entry.first, entry.end) == (9 * STEP_TOKENS, 15 * STEP_TOKENS)
-    assert list(pins(work.run("run"))) == [8]
-
-
-def command(work, tmp_path, config):
-    path = tmp_path / "config.yaml"
-    path.write_text(config_yaml(config))
-    return main(["train", str(path), "--work", str(work.root)])
-
-
-def test_a_run_that_stopped_itself_does_not_go_on_from_memory(work, not_finite, tmp_path, capsys):
+def test_a_run_that_stopped_itself_names_its_page_and_does_not_go_on_from_memory(work, not_finite, tmp_path, command):
     """What is in memory is newer than the disk, and may be a part of what went wrong."""
     not_finite(6)
     memory = {"memory_every_steps": 1, "memory_folder": str(tmp_path), "supervise": False}
     config = settings(**SHORT, resilience=memory, guards={"nonfinite": "stop"})
-    assert command(work, tmp_path, config) == 12
-    assert command(work, tmp_path, config) == 12
-    assert "resumed run at step 4 from step-00000004" in capsys.readouterr().out
+    run, stopped = work.run("run"), command(config)
+    assert stopped.code == 12
+    assert str(run / "incidents/6-nonfinite.html") in stopped.err
+    assert "Traceback" not in stopped.err
+    incident = page(run, "6-nonfinite")
+    assert incident["action"] == "stop"
+    assert incident["samples"][0]["documents"][0]["text"]
+    again = command(config)
+    assert again.code == 12
+    assert "resumed run at step 4 from step-00000004" in again.out
 
 
-def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work, not_finite, tmp_path, capsys):
+def test_a_run_that_keeps_failing_ends_with_code_12_and_weights_from_before(work, not_finite, command):
     not_finite(*range(6, 12))
-    assert command(work, tmp_path, settings(**SHORT, guards={"max_skips_in_a_row": 3})) == 12
-    out, message = capsys.readouterr()
-    assert "Updates skipped in a row: 3" in message
-    assert "The weights are those of step 5" in message
-    (line,) = [line for line in out.splitlines() if line.startswith("step 6 is not finite")]
-    assert line.endswith(
-        f"was refused. {work.run('run')}/incidents/6-nonfinite.html shows the documents and what to try."
-    )
+    ended = command(settings(**SHORT, guards={"max_skips_in_a_row": 3}))
+    assert ended.code == 12
+    assert "Updates skipped in a row: 3" in ended.err
+    assert "The weights are those of step 5" in ended.err
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("step 6 is not finite")]
+    assert f"was refused. {work.run('run')}/incidents/6-nonfinite.html shows the documents" in line
     assert page(work.run("run"), "8-nonfinite")["action"] == "stop"
-
-
-# ---- bad input, before the first step -------------------------------------------------------------------------
 
 
 def test_data_packed_with_another_tokenizer_is_refused(work):
@@ -536,11 +448,13 @@ def test_data_packed_with_another_tokenizer_is_refused(work):
 
 
 def test_an_id_beyond_the_vocabulary_is_named_with_its_file_before_the_model_sees_it(work):
+    folder = work.packed / "en/train"
     for shard in range(len(open_split(work.packed, "en", "train").shards)):
-        overwrite_shard(work, "en", shard, VOCABULARY + 7)
+        shard_tokens(folder, shard)[:] = VOCABULARY + 7
+    rewrite_manifest(folder)
     with pytest.raises(BadInputError, match=r"packed.en.train: token \d+ of sample .* has the id 407.*z2a data verify"):
         trained(settings(**SHORT), work)
-    rewrite_manifest(work.packed / "en/train", max_id=VOCABULARY + 7)
+    rewrite_manifest(folder, max_id=VOCABULARY + 7)
     with pytest.raises(BadInputError, match=r"`max_id` is 407, expected an id below vocab_size \(400\)"):
         trained(settings(**SHORT), work)
 
@@ -554,71 +468,14 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_noticed_before_the_first_step(w
     assert "loss" not in read_run(work.run("run")).series
 
 
-# ---- guards and resume ----------------------------------------------------------------------------------------
-
-
-def test_guards_of_a_run_stopped_where_a_stage_begins_know_what_those_of_the_one_left_alone_know(work, monkeypatch):
+def test_guards_of_a_run_stopped_where_a_stage_begins_know_what_those_of_the_one_left_alone_know(work):
     """A checkpoint at the border is saved before the stage begins, and the window starts over with the stage."""
     late = [{"name": "late", "from_step": 8, "mixture": {"zh": 1}}]
-    changes = {"train": {"steps": 12}, "checkpoint": {"every_steps": 1}}
-    plain = [config_values(settings(name, **changes)) for name in ("alone", "stopped")]
-    configs = [config_from_values({**values, "stages": late}, "of a test") for values in plain]
-    trained(configs[0], work)
-    real_step = trainer.train_step
-
-    def step_or_stop(state, *arguments):
-        if state.step == 8:
-            raise InterruptedError
-        return real_step(state, *arguments)
-
-    monkeypatch.setattr(trainer, "train_step", step_or_stop)
-    with pytest.raises(InterruptedError):
-        trained(configs[1], work)
-    monkeypatch.undo()
-    trained(configs[1], work)
+    changes = {**SHORT, "checkpoint": {"every_steps": 1}}
+    trained(settings("alone", late, **changes), work)
+    with in_step(9, interrupt), pytest.raises(InterruptedError):
+        trained(settings("stopped", late, **changes), work)
+    trained(settings("stopped", late, **changes), work)
     alone, stopped = (newest_checkpoint(work.run(name)).record["guards"] for name in ("alone", "stopped"))
     assert len(alone["detector"]["losses"]) == 4
     assert stopped == alone
-
-
-@pytest.mark.slow
-def test_a_run_killed_before_a_rollback_to_a_checkpoint_that_rots_meanwhile_moves_nothing_and_says_what_to_do(
-    poisoned, right_before, start, tmp_path
-):
-    work, path = beside(poisoned, tmp_path / "work"), tmp_path / "config.yaml"
-    path.write_text(config_yaml(settings(guards=GUARDS)))
-    shutil.copytree(right_before.runs, work.runs)
-    killed = start("train", path, "--work", work.root, "decided", code=KILL)
-    assert killed.wait() == -9, killed.text()
-    set_value(work.run("run"), 100, "model-00000-00000.safetensors", "norm.weight", 1.0, seals=False)
-    again = start("train", path, "--work", work.root)
-    assert again.wait() == 3, again.text()
-    assert "was going back to the checkpoint of step 100, which is damaged or missing" in again.text()
-    assert [step_of(folder) for folder in list_checkpoints(work.run("run"))] == [120]
-
-
-def test_with_stop_the_command_ends_with_code_12_and_names_its_page(work, not_finite, tmp_path, capsys):
-    not_finite(6)
-    assert command(work, tmp_path, settings(**SHORT, guards={"nonfinite": "stop"})) == 12
-    run, message = work.run("run"), capsys.readouterr().err
-    assert str(run / "incidents/6-nonfinite.html") in message
-    assert "Traceback" not in message
-    incident = page(run, "6-nonfinite")
-    assert incident["action"] == "stop"
-    assert incident["samples"][0]["documents"][0]["text"]
-    assert step_of(list_checkpoints(run)[0]) == 4
-
-
-@pytest.mark.slow
-def test_a_run_that_has_to_go_back_again_and_again_stops(work):
-    """All text from some step on is noise: no window to leave out helps."""
-    guards = {"spike_window_steps": 24, "spike_min_steps": 16, "skip_steps_after": 2, "max_rollbacks": 2}
-    config = settings(train={"steps": 70}, checkpoint={"every_steps": 10, "keep_last": 3}, guards=guards)
-    poison_steps(work, config, 41, 30)
-    with pytest.raises(AnomalyError, match="gone back 2 times") as caught:
-        trained(config, work)
-    assert caught.value.exit_code == 12
-    run = work.run("run")
-    assert [event.data["to_step"] for event in events(run, "rollback")] == [30, 20], "one further each time"
-    last = max((run / "incidents").glob("*-loss_spike.json"), key=lambda path: int(path.name.split("-")[0]))
-    assert json.loads(last.read_text())["action"] == "stop"

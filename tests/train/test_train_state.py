@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.train.states import copies
+from tests.train.states import assert_same_bits, copies, loaded_from
 from zero2all.config.training import OptimConfig
 from zero2all.estimate.memory import checkpoint_bytes
 from zero2all.estimate.model_calculators import CHECKPOINT_BYTES
@@ -24,6 +24,7 @@ from zero2all.train.weights import squared_norm
 
 KINDS = ["adamw", "muon", "adamw_8bit", "adamw_bf16"]
 GO, SKIP = torch.tensor(False), torch.tensor(True)
+KINDS_AND_DTYPES = [(kind, torch.bfloat16) for kind in KINDS] + [("adamw", torch.float32), ("muon", torch.float16)]
 
 
 def model_with(ops=None, seed=1, **options):
@@ -50,9 +51,6 @@ def update(state, scale=1.0, flag=GO):
         state.weights.publish_masters()
 
 
-# ---- flat buffers ----
-
-
 def test_parameters_become_views_of_one_buffer_in_which_each_kind_is_one_bucket():
     model = model_with(attention_bias="all")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -77,6 +75,8 @@ def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
     for name, master in state.weights.masters_by_name().items():
         assert master.part.values.dtype == master.gradient().dtype == torch.float32
         assert (master.gradient() == 6).all(), name
+    if dtype != torch.float32:
+        assert all(parameter.grad is None for parameter in state.model.parameters())
     assert state.weights.gradients.sum() == 6 * sum(parameter.numel() for parameter in state.model.parameters())
     length = float(state.weights.squared_norm_share())
     assert length == pytest.approx(36 * sum(parameter.numel() for parameter in state.model.parameters()), rel=1e-6)
@@ -85,8 +85,7 @@ def test_backward_passes_add_up_in_the_buffer_in_float32(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_a_long_gradient_is_summed_as_in_float64(dtype):
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(1)).to(dtype)
-    exact = float(values.double().square().sum())
-    assert float(squared_norm(values)) == pytest.approx(exact, rel=1e-7)
+    assert float(squared_norm(values)) == pytest.approx(float(values.double().square().sum()), rel=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,9 +103,6 @@ def test_low_precision_weights_follow_their_masters(kind):
         assert not torch.equal(weights[name].values, before[name]), name
         assert master.part.values.dtype == (torch.bfloat16 if kind == "adamw_bf16" else torch.float32)
     assert all(holders[name]._version > version for name, version in versions.items()), "caches must learn of it"
-
-
-# ---- split masters ----
 
 
 def adamw_split(groups, *rest):
@@ -133,59 +129,45 @@ def one_step(state, seed=0):
     state.weights.zero_gradients()
 
 
+def whole_state():
+    return make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager"))
+
+
 def test_a_bfloat16_weight_is_half_of_its_master_where_the_optimizer_can_put_them_together():
-    state, whole = split_state(), make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager"))
+    state, whole = split_state(), whole_state()
     length = whole.weights.masters.numel()
     assert state.weights.weights.nbytes + state.weights.masters.nbytes == 4 * length
     assert whole.weights.weights.nbytes + whole.weights.masters.nbytes == 6 * length
     for seed in range(3):
         for each in (state, whole):
             one_step(each, seed)
-    wanted = copies(whole)
-    for name, value in copies(state).items():
-        assert torch.equal(value, wanted[name]), name
+        wanted = copies(whole)
+        assert_same_bits(copies(state), wanted)
+        assert {value.dtype for value in wanted.values()} == {torch.float32}
+        assert not state.weights.gradients.any(), "looking leaves everything as it was"
     for name, part in state.weights.parts(state.weights.weights).items():
         assert torch.equal(part.values, split(wanted[f"model/{name}"])[0]), name
 
 
-def test_looking_at_split_masters_between_steps_leaves_everything_as_it_was():
-    looked_at, alone = split_state(), split_state()
-    for seed in range(3):
-        for state in (looked_at, alone):
-            one_step(state, seed)
-        assert {value.dtype for value in copies(looked_at).values()} == {torch.float32}
-        assert not looked_at.weights.gradients.any()
-    for name in ("weights", "masters", "gradients"):
-        assert torch.equal(getattr(looked_at.weights, name), getattr(alone.weights, name)), name
-
-
 def test_a_split_state_goes_on_bit_for_bit_from_one_with_whole_masters():
-    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), split_state(seed=2)
+    whole, state = whole_state(), split_state(seed=2)
     one_step(whole)
     fill_gradients(state)  # left over from a step that was not finished
-    with state.tensors() as tensors:
-        for name, value in copies(whole).items():
-            tensors[name].values.copy_(value)
+    loaded_from(state, copies(whole))
     state.resume_from(whole.counters())
     for each in (state, whole):
         one_step(each, 1)
-    wanted = copies(whole)
-    assert all(torch.equal(value, wanted[name]) for name, value in copies(state).items())
+    assert_same_bits(copies(state), copies(whole))
 
 
 def test_samples_of_masters_are_the_same_however_they_are_kept():
-    whole, state = make_state(dtype=torch.bfloat16, ops=OpsConfig(optimizer="eager")), split_state()
-    samples = state.weights.master_samples(100)
-    for name, values in whole.weights.master_samples(100).items():
-        assert torch.equal(samples[name], values), name
-        assert 1 <= values.numel() <= 200
-    fill_gradients(state)
+    whole, state = whole_state(), split_state()
+    fill_gradients(state)  # between backward pass and update too
     kept = state.weights.gradients.clone()
-    state.weights.master_samples(100)
-    assert torch.equal(state.weights.gradients, kept), "between backward pass and update too"
-
-
-# ---- the optimizer ----
+    samples = state.weights.master_samples(100)
+    assert torch.equal(state.weights.gradients, kept)
+    assert_same_bits(samples, whole.weights.master_samples(100))
+    assert all(1 <= values.numel() <= 200 for values in samples.values())
 
 
 def test_adamw_on_whole_weights_takes_the_fast_path_and_float64_the_formula():
@@ -204,16 +186,12 @@ def test_every_implementation_scales_the_gradient_and_skips_without_a_trace(impl
         update(state, scale, flag)
         return before, copies(state)
 
-    before, skipped = after(1.0, SKIP)
-    assert all(torch.equal(value, before[name]) for name, value in skipped.items())
+    assert_same_bits(*after(1.0, SKIP))
     whole, quarter = after(1.0, GO)[1], after(0.25, GO)[1]
     for name, value in whole.items():
         share = 0.25 if "/exp_avg/" in name else 0.0625 if "/exp_avg_sq/" in name else None
         if share is not None:
             torch.testing.assert_close(quarter[name], value * share)
-
-
-# ---- keeping and taking over ----
 
 
 def test_a_checkpoint_holds_the_logical_parameters_and_their_moments():
@@ -226,31 +204,21 @@ def test_a_checkpoint_holds_the_logical_parameters_and_their_moments():
     assert {name: tuple(found[f"model/{name}"].shape) for name in names} == names
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(kind, torch.bfloat16) for kind in KINDS] + [("adamw", torch.float32), ("muon", torch.float16)],
-)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS_AND_DTYPES)
 def test_a_state_whose_tensors_were_filled_from_another_goes_on_bit_for_bit(kind, dtype):
     one, other = make_state(kind, dtype), make_state(kind, dtype, seed=2)
-    for state in (one, other):
-        state.optimizer.set_learning_rate(0.02)
-    fill_gradients(one)
-    update(one)
-    one.weights.zero_gradients()
+    one_step(one)
     one.step, one.tokens = 7, 70
     fill_gradients(other)  # left over from a step that was not finished
-    with other.tensors() as tensors:
-        for name, value in copies(one).items():
-            tensors[name].values.copy_(value)
+    loaded_from(other, copies(one))
     other.resume_from(one.counters())
     assert (other.step, other.tokens) == (7, 70)
     for state in (one, other):
+        state.optimizer.set_learning_rate(0.02)
         state.weights.gradients.add_(0.5)
         update(state)
-    wanted = copies(one)
-    assert all(torch.equal(value, wanted[name]) for name, value in copies(other).items())
-    for mine, theirs in zip(one.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_bits(copies(other), copies(one))
+    assert_same_bits(dict(one.model.named_parameters()), dict(other.model.named_parameters()))
 
 
 @pytest.mark.parametrize("kind", KINDS)

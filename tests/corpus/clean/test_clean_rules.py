@@ -73,11 +73,8 @@ OFFENDERS: dict[str, list[tuple[str, str]]] = {
 def only(rule: str, channel: str) -> CleanConfig:
     """The defaults of a channel with every dropping rule off but one (`empty` is always on)."""
     config = default_config(channel)
-    changes = {
-        name: dataclasses.replace(getattr(config, name), on=name in (rule, "empty"))
-        for name in RULES
-        if name not in EDITS
-    }
+    dropping = [name for name in RULES if name not in EDITS]
+    changes = {name: dataclasses.replace(getattr(config, name), on=name in (rule, "empty")) for name in dropping}
     if rule == "too_long":
         changes["too_long"] = dataclasses.replace(config.too_long, on=True, max_chars=3000)
     return dataclasses.replace(config, **changes)
@@ -132,24 +129,6 @@ VERSE_ZH = {
         烽火連三月，家書抵萬金。白頭搔更短，渾欲不勝簪。
         空山新雨後，天氣晚來秋。明月松間照，清泉石上流。
         竹喧歸浣女，蓮動下漁舟。隨意春芳歇，王孫自可留。""",
-    "without punctuation": """
-        渡远荆门外\n来从楚国游\n山随平野尽\n江入大荒流\n月下飞天镜\n云生结海楼\n仍怜故乡水\n万里送行舟
-        青山横北郭\n白水绕东城\n此地一为别\n孤蓬万里征\n浮云游子意\n落日故人情\n挥手自兹去\n萧萧班马鸣""",
-    "ci": """
-        寒蝉凄切，对长亭晚，骤雨初歇。
-        都门帐饮无绪，留恋处，兰舟催发。
-        执手相看泪眼，竟无语凝噎。
-        念去去，千里烟波，暮霭沉沉楚天阔。
-        多情自古伤离别，更那堪，冷落清秋节！
-        今宵酒醒何处？杨柳岸，晓风残月。
-        此去经年，应是良辰好景虚设。
-        便纵有千种风情，更与何人说？""",
-    "four characters": """
-        关关雎鸠，在河之洲。窈窕淑女，君子好逑。
-        参差荇菜，左右流之。窈窕淑女，寤寐求之。
-        求之不得，寤寐思服。悠哉悠哉，辗转反侧。
-        参差荇菜，左右采之。窈窕淑女，琴瑟友之。
-        参差荇菜，左右芼之。窈窕淑女，钟鼓乐之。""",
     "four characters, repeated": """
         泛彼柏舟，在彼中河。髧彼两髦，实维我仪。之死矢靡它。母也天只，不谅人只！
         泛彼柏舟，在彼河侧。髧彼两髦，实维我特。之死矢靡慝。母也天只，不谅人只！""",
@@ -175,83 +154,57 @@ def test_verse_and_classical_text_are_kept(form: str) -> None:
     assert done.measures["verse"] or done.measures["classical"] or done.measures["function_han_share"] > 0.09
 
 
-KEPT: dict[str, list[tuple[str, str]]] = {
-    "verse in short lines": [
-        (
-            "en",
-            "Wild rose, red thorn,\nBright star, dark stone,\nCold rain, hot bread,\nLate frost, soft moss,\n"
-            "Sweet pine, sharp salt,\nQuick fox, slow snail,\nGrey gull, black wing,\nGreen reed, white foam,\n"
-            "Long road, short night,\nOld oak, young leaf,",
-        ),
-        (
-            "other",
-            "Der Wald wird still,\nDie Nacht ist weit,\nEin Licht geht auf,\nDer Weg ist lang,\nKein Wind, kein Laut,\n"
-            "Der Mond steht hoch,\nDas Feld ist weiß,\nEin Stern, ein Baum,\nEin Haus am Fluss,\nDie Zeit vergeht,",
-        ),
-    ],
-    "verse without punctuation": [
-        (
-            "zh",
-            "我在窗前等你的信\n风从很远的地方来\n它说你已经走了\n可是我还没有睡着\n那些年的雨都停了\n"
-            "只有这盏灯还亮着\n你说过要回来看我\n在河水变暖的时候\n我把你的名字写下\n又把它一个一个忘记\n天上的月亮也老了\n它不再照着我们",
-        ),
-        (
-            "en",
-            "I waited for the morning\nand you were on the sea\nthe wind was in the garden\nand it would talk to me\n"
-            "of all the things we had been\nof what we could not say\nand how the light was fading\n"
-            "from every summer day\nso here I am in winter\nwith nothing in my hand\nbut the letter that you wrote me\n"
-            "from another land",
-        ),
-    ],
-    "a poem of rare characters, some of which mojibake has too": [
-        ("zh", "銀燭秋光冷畫屏，輕羅小扇撲流螢。\n天階夜色涼如水，坐看牽牛織女星。\n金鏡銀鈴鎖錦閣，鐘鳴鏡裏鎖銀鐘。")
-    ],
-    "reports on gambling": [
-        (
-            "zh",
-            "警方昨天通报，他们在三个城市同时行动，抓获了一个网络赌博团伙的二十名成员。据介绍，这个团伙租用境外的服务器，"
-            "通过社交软件发展下线，涉案金额超过一千万元。不少参与的人欠下债务，家庭因此破裂。办案的民警说，所谓的技巧都是骗局，"
-            "后台可以随意修改结果，参与者没有一个能够带着钱离开。检察机关已经批准逮捕其中的十二人，案件还在进一步审理之中。",
-        ),
-        (
-            "en",
-            "A bet is a promise between two people who expect different things. The odds say how much the winner gets "
-            "for each coin: at odds of four to one, a wager of ten pays forty. A bookmaker sets the odds so that the "
-            "sum of all bets leaves him a margin, whichever horse wins. Gambling is as old as racing itself, and poker "
-            "or roulette follow the same arithmetic: the casino keeps a small part of every wager.",
-        ),
-        (
-            "en",
-            "He went to the casino with his brother and lost everything at roulette before midnight. The payout he had "
-            "hoped for never came; the poker table was worse. Gambling had been his father's ruin, and he had sworn "
-            "never to bet again. On the way home he counted the odds of finding work before winter, and laughed.",
-        ),
-    ],
-    "lists of tips": [
-        (
-            "en",
-            "Study tips\n1. Start early\n2. Make a schedule\n3. Take regular breaks\n4. Turn off phones\n"
-            "5. Teach someone else\n6. Sleep well before exams\n7. Practice old questions\n8. Stay hydrated",
-        ),
-        (
-            "zh",
-            "旅行前的准备\n查好天气\n带上身份证件\n准备常用药品\n提前订好酒店\n把行程告诉家人\n检查门窗和电源\n带一点现金",
-        ),
-    ],
-    "short texts": [
-        ("zh", "今天天气很好，我们去公园玩了一会儿。"),
-        ("zh", "问：水的沸点是多少？\n答：一般是一百度。"),
-        ("zh", "床前明月光，疑是地上霜。\n举头望明月，低头思故乡。"),
-        ("en", "The cat sat on the mat and looked at the rain."),
-        ("en", "Q: What is the capital of France?\nA: It is Paris."),
-    ],
+KEPT = {
+    "en: verse in short lines": (
+        "Wild rose, red thorn,\nBright star, dark stone,\nCold rain, hot bread,\nLate frost, soft moss,\nSweet pine, "
+        "sharp salt,\nQuick fox, slow snail,\nGrey gull, black wing,\nGreen reed, white foam,\nLong road, short "
+        "night,\nOld oak, young leaf,"
+    ),
+    "other: verse in short lines": (
+        "Der Wald wird still,\nDie Nacht ist weit,\nEin Licht geht auf,\nDer Weg ist lang,\nKein Wind, kein Laut,\nDer "
+        "Mond steht hoch,\nDas Feld ist weiß,\nEin Stern, ein Baum,\nEin Haus am Fluss,\nDie Zeit vergeht,"
+    ),
+    "zh: verse without punctuation": (
+        "我在窗前等你的信\n风从很远的地方来\n它说你已经走了\n可是我还没有睡着\n那些年的雨都停了\n只有这盏灯还亮着\n"
+        "你说过要回来看我\n在河水变暖的时候\n我把你的名字写下\n又把它一个一个忘记\n天上的月亮也老了\n它不再照着我们"
+    ),
+    "en: verse without punctuation": (
+        "I waited for the morning\nand you were on the sea\nthe wind was in the garden\nand it would talk to me\nof "
+        "all the things we had been\nof what we could not say\nand how the light was fading\nfrom every summer day\nso "
+        "here I am in winter\nwith nothing in my hand\nbut the letter that you wrote me\nfrom another land"
+    ),
+    "zh: a poem of rare characters, some of which mojibake has too": (
+        "銀燭秋光冷畫屏，輕羅小扇撲流螢。\n天階夜色涼如水，坐看牽牛織女星。\n金鏡銀鈴鎖錦閣，鐘鳴鏡裏鎖銀鐘。"
+    ),
+    "zh: reports on gambling": (
+        "警方昨天通报，他们在三个城市同时行动，抓获了一个网络赌博团伙的二十名成员。据介绍，这个团伙租用境外的服务器，"
+        "通过社交软件发展下线，涉案金额超过一千万元。不少参与的人欠下债务，家庭因此破裂。办案的民警说，"
+        "所谓的技巧都是骗局，后台可以随意修改结果，参与者没有一个能够带着钱离开。检察机关已经批准逮捕其中的十二人，"
+        "案件还在进一步审理之中。"
+    ),
+    "en: reports on gambling": (
+        "A bet is a promise between two people who expect different things. The odds say how much the winner gets for "
+        "each coin: at odds of four to one, a wager of ten pays forty. A bookmaker sets the odds so that the sum of "
+        "all bets leaves him a margin, whichever horse wins. Gambling is as old as racing itself, and poker or "
+        "roulette follow the same arithmetic: the casino keeps a small part of every wager."
+    ),
+    "en: lists of tips": (
+        "Study tips\n1. Start early\n2. Make a schedule\n3. Take regular breaks\n4. Turn off phones\n5. Teach someone "
+        "else\n6. Sleep well before exams\n7. Practice old questions\n8. Stay hydrated"
+    ),
+    "zh: lists of tips": (
+        "旅行前的准备\n查好天气\n带上身份证件\n准备常用药品\n提前订好酒店\n把行程告诉家人\n检查门窗和电源\n带一点现金"
+    ),
+    "zh: short texts": "今天天气很好，我们去公园玩了一会儿。",
+    "zh: more short texts": "问：水的沸点是多少？\n答：一般是一百度。",
+    "en: short texts": "Q: What is the capital of France?\nA: It is Paris.",
 }
+"""Channel and kind -> text that is kept."""
 
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_good_texts_of_odd_forms_are_kept(kind: str) -> None:
-    for channel, text in KEPT[kind]:
-        assert (channel, Cleaner(channel=channel).clean([text])[0].reason) == (channel, None)
+    assert Cleaner(channel=kind.partition(":")[0]).clean([KEPT[kind]])[0].reason is None
 
 
 def test_a_page_about_bits_a_glossary_and_a_formula_are_kept() -> None:
@@ -270,14 +223,12 @@ def test_a_page_about_bits_a_glossary_and_a_formula_are_kept() -> None:
         "formula is read, so that it can be used in all of the rows below it.\n"
         for letter in "abcdef"
     )
-    for rule, text, measure in (
-        ("digits", bits, "digit_share"), ("urls", glossary, "url_share"), ("symbols", formula, "symbol_share")
-    ):  # fmt: skip
+    for rule, text in (("digits", bits), ("urls", glossary), ("symbols", formula)):
         config = only(rule, "en")
         (done,) = Cleaner(config, "en", measure_kept=True).clean([text])
         assert (rule, done.reason) == (rule, None)
         assert done.measures is not None
-        assert done.measures[measure] > min(0.15, getattr(config, rule).max_share)
+        assert done.measures[f"{rule.removesuffix('s')}_share"] > min(0.15, getattr(config, rule).max_share)
         without_prose = "\n".join(line for line in text.split("\n") if not line.endswith("."))
         if rule != "symbols":
             assert Cleaner(config, "en").clean([without_prose])[0].reason == rule
@@ -300,9 +251,7 @@ def test_names_with_digits_in_them_are_no_damage_and_a_table_in_markdown_is_no_m
         for word in str.split("name path port key user size mode seed host rank step file")
     )
     assert Cleaner(only("garbled", "en"), "en").clean([guide])[0].reason is None
-    rows = "\n".join(
-        f"| {word} | {number} | the {word} of the house |" for number, word in enumerate(planted.EN_PLACES)
-    )
+    rows = "\n".join(f"| {word} | {at} | the {word} of the house |" for at, word in enumerate(planted.EN_PLACES))
     table = f"| name | number | meaning |\n|---|:-:|---|\n{rows}"
     assert Cleaner(only("menu_lines", "en"), "en").clean([table])[0].reason is None
 
@@ -318,7 +267,6 @@ def test_thresholds_decide() -> None:
 
 
 def measures_of(text: str, channel: str = "zh", **rules: object) -> dict[str, float]:
-    """Of a text that no rule drops."""
     config = dataclasses.replace(only("empty", channel), **rules)
     measures = Cleaner(config, channel, measure_kept=True).clean([text])[0].measures
     assert measures is not None

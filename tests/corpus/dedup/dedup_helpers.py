@@ -1,7 +1,6 @@
 """Unit folders made in a test, and what a search found in them in comparable form."""
 
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,20 @@ from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.signatures import Described, describe
 
-REPOSITORY = Path(__file__).parents[3]
-if str(REPOSITORY) not in sys.path:  # benchmarks/ is beside the package, not in it
-    sys.path.insert(0, str(REPOSITORY))
-
 HAN = "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳云腾致雨露结为霜金生丽水玉出昆冈剑号巨阙珠称夜光"
 HAN += "果珍李柰菜重芥姜海咸河淡鳞潜羽翔龙师火帝鸟官人皇始制文字乃服衣裳推位让国"
 
 
 def zh_text(rng: random.Random, length: int = 400) -> str:
-    """Characters in random order, with a full stop now and then."""
     return "".join(rng.choice(HAN) + ("。" if rng.random() < 0.05 else "") for _ in range(length))
 
 
 def en_text(rng: random.Random, words: int = 200) -> str:
-    """Words of random letters."""
     vocabulary = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(300)]
     return " ".join(rng.choices(vocabulary, k=words))
 
 
 def changed(text: str, share: float, rng: random.Random) -> str:
-    """One block of the characters replaced by random ones."""
     size = int(len(text) * share)
     at = rng.randrange(len(text) - size)
     return text[:at] + zh_text(rng, size)[:size] + text[at + size :]
@@ -51,12 +43,10 @@ def digest_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def described(digests: np.ndarray, lengths: np.ndarray, signatures: np.ndarray) -> Described:
-    """With the beginnings of the digests as keys."""
     return Described(digests, lengths, signatures, np.ascontiguousarray(digests).view(">u8")[:, 0])
 
 
 def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", **settings: Any) -> list[Path]:
-    """A finished unit folder for each list of texts."""
     folders = []
     for number, texts in enumerate(units):
         folders.append(root / f"unit-{number:03d}")
@@ -68,13 +58,11 @@ def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", 
 
 
 def outcome(result: DedupResult) -> tuple[list[list[int]], bytes]:
-    """Drop lists of all units, and the clusters file."""
     units = len(result.first_ids) - 1
     return [result.drops(unit).tolist() for unit in range(units)], (result.work / "clusters.npy").read_bytes()
 
 
 def dropped(result: DedupResult, reason: int) -> int:
-    """How many documents were dropped for a reason."""
     return sum(int((result.drops(unit) == reason).sum()) for unit in range(len(result.first_ids) - 1))
 
 
@@ -110,8 +98,6 @@ def random_units(root: Path, documents: int, units: int = 5, copies: float = 0.3
 
 
 class InOrder:
-    """Runs tasks here, in an order of one's choice."""
-
     def __init__(self, order: Callable[[list[int]], list[int]] = lambda positions: positions) -> None:
         self.order = order
         self.tasks = 0

@@ -12,31 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.corpus.dedup.dedup_helpers import (
-    InOrder,
-    changed,
-    clusters,
-    described,
-    digest_bytes,
-    dropped,
-    en_text,
-    make_units,
-    outcome,
-    random_units,
-    text_digest,
-    zh_text,
-)
+from tests.corpus.dedup import dedup_helpers as helpers
+from tests.corpus.dedup.dedup_helpers import InOrder, changed, clusters, dropped, en_text, make_units, outcome, zh_text
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus.dedup.cluster import EXACT_DUPLICATE, KEEP, NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.corpus.dedup.index import IndexWriter, read_index, read_signatures
-from zero2all.corpus.dedup.signatures import Described
 
 
 def drops(units: list[list[str]], tmp_path: Path, channel: str = "zh", **settings: Any) -> list[list[int]]:
     folders = make_units(tmp_path / "units", units, channel, **settings)
-    result = find_duplicates(folders, tmp_path / "work", DedupConfig(**settings))
-    return outcome(result)[0]
+    return outcome(find_duplicates(folders, tmp_path / "work", DedupConfig(**settings)))[0]
 
 
 def test_of_exact_duplicates_across_units_the_longest_stays_or_the_first(tmp_path: Path) -> None:
@@ -70,10 +55,8 @@ def test_a_chain_of_small_changes_is_not_swallowed_whole(tmp_path: Path) -> None
     for step in range(9):  # each differs from the one before by a fresh tenth: 0.82, then 0.67, ...
         at = step * 100
         steps.append(steps[-1][:at] + zh_text(rng, 100)[:100] + steps[-1][at + 100 :])
-    folders = make_units(tmp_path / "units", [steps])
-    result = find_duplicates(folders, tmp_path / "work", DedupConfig())
-    kept = [at for at, drop in enumerate(result.drops(0)) if drop == KEEP]
-    assert 4 <= len(kept) <= 6
+    result = find_duplicates(make_units(tmp_path / "units", [steps]), tmp_path / "work", DedupConfig())
+    assert 4 <= len([at for at, drop in enumerate(result.drops(0)) if drop == KEEP]) <= 6
     for kept_one, members in clusters(result).items():
         assert all(abs(document - kept_one) <= 1 for document, *_ in members)
 
@@ -95,8 +78,7 @@ def test_large_families_leave_one_each(tmp_path: Path) -> None:
     folders = make_units(tmp_path / "units", [texts[:200], texts[200:]])
     result = find_duplicates(folders, tmp_path / "work", DedupConfig())
     dropped = np.concatenate([result.drops(0), result.drops(1)])
-    kept = [n % 3 for n in np.flatnonzero(dropped == KEEP)]
-    assert sorted(kept) == [0, 1, 2]
+    assert sorted([n % 3 for n in np.flatnonzero(dropped == KEEP)]) == [0, 1, 2]
     for members in clusters(result).values():
         assert len({document % 3 for document, *_ in members}) == 1
 
@@ -107,10 +89,10 @@ def test_held_out_guard_drops_only_train_copies_of_held_out_records(size: int, t
     one, two = zh_text(rng, 300), zh_text(rng, 300)
     texts = [one, two, *(changed(one, 0.02, rng) for _ in range(size)), *(changed(two, 0.02, rng) for _ in range(size))]
     folders = make_units(tmp_path / "units", [texts], near="held_out")
-    held = text_digest(one)
+    held = helpers.text_digest(one)
 
     def held_out(unit: int, rows: np.ndarray) -> np.ndarray:
-        return np.array([row.tobytes() == held for row in digest_bytes(rows)], np.bool_)
+        return np.array([row.tobytes() == held for row in helpers.digest_bytes(rows)], np.bool_)
 
     result = find_duplicates(folders, tmp_path / "work", DedupConfig(near="held_out"), held_out=held_out)
     assert result.drops(0).tolist() == [0, 0, *[NEAR_DUPLICATE] * size, *[0] * size]
@@ -118,7 +100,7 @@ def test_held_out_guard_drops_only_train_copies_of_held_out_records(size: int, t
 
 
 def test_outcome_does_not_depend_on_parts_workers_or_order(tmp_path: Path) -> None:
-    folders = random_units(tmp_path / "units", 4000, units=3, copies=0.5)
+    folders = helpers.random_units(tmp_path / "units", 4000, units=3, copies=0.5)
     reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))
     assert {0, 1, 2} == {value for unit in reference[0] for value in unit}
     few = InOrder()
@@ -201,28 +183,9 @@ def test_memory_is_at_most_40_bytes_a_document_beyond_a_constant(tmp_path: Path)
     peaks = {}
     for documents in (60_000, 360_000):
         folder = tmp_path / str(documents)
-        random_units(folder, documents, units=6)
+        helpers.random_units(folder, documents, units=6)
         command = [sys.executable, "-c", PEAK, str(folder)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
         peaks[documents] = int(run.stdout)
     assert (peaks[360_000] - peaks[60_000]) / 300_000 <= 40, peaks
-
-
-def test_index_files_are_plain_npy(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-
-    def batch(count: int) -> Described:
-        digests, rows = rng.integers(0, 256, (count, 16), np.uint8), rng.integers(0, 256, (count, 256), np.uint8)
-        return described(digests, np.arange(count, dtype=np.uint32), rows)
-
-    first, second = batch(5), batch(4)
-    with IndexWriter(tmp_path, near=True) as writer:
-        writer.add(first, np.arange(5) * 2)
-        writer.add(second, np.arange(4) + 100)
-    index = read_index(tmp_path)
-    assert (np.load(tmp_path / "index.npy") == index).all()
-    assert (np.load(tmp_path / "signatures.npy") == read_signatures(tmp_path)).all()
-    assert index["ordinal"].tolist() == [0, 2, 4, 6, 8, 100, 101, 102, 103]
-    assert digest_bytes(index).tolist() == [*first.digests.tolist(), *second.digests.tolist()]
-    assert read_signatures(tmp_path)[5:].tolist() == second.signatures.tolist()

@@ -30,8 +30,7 @@ def estimate(first: str, second: str, channel: str) -> float:
 def test_signature_of_a_text_does_not_depend_on_its_batch() -> None:
     rng = random.Random(2)
     texts = [zh_text(rng, rng.randint(0, 300)) for _ in range(40)]
-    alone = np.concatenate([signatures([text], "zh") for text in texts])
-    assert (signatures(texts, "zh") == alone).all()
+    assert (signatures(texts, "zh") == np.concatenate([signatures([text], "zh") for text in texts])).all()
     described = describe(["天地", ""], "zh", DedupConfig(near="off"))
     assert described.signatures is None
     assert described.text_bytes.tolist() == [6, 0]
@@ -52,13 +51,12 @@ def test_signatures_are_equal_exactly_when_shingle_sets_are(first: str, second: 
         assert abs(estimate(first, second, channel) - jaccard(one, two)) < 0.2
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.characters(codec="utf-8"), st.sampled_from(CHANNELS))
-def test_every_character_has_the_class_of_the_definition(char: str, channel: str) -> None:
-    text = f"ab{char}cd{char}"
-    spelt = " ".join(units_of(text, DedupConfig().shingle(channel)))
-    if channel != "zh":
-        assert (signatures([text], channel) == signatures([spelt], channel)).all()
+@pytest.mark.parametrize("channel", ["en", "code"])
+def test_every_character_has_the_class_of_the_definition(channel: str) -> None:
+    codes = [*range(0x3400), *range(0x3400, 0x110000, 97)]
+    texts = [f"ab{char}cd{char}" for char in map(chr, codes) if not 0xD800 <= ord(char) < 0xE000]
+    spelt = [" ".join(units_of(text, DedupConfig().shingle(channel))) for text in texts]
+    assert (signatures(texts, channel) == signatures(spelt, channel)).all()
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
@@ -93,8 +91,7 @@ def test_texts_shorter_than_a_shingle_have_one_shingle_and_empty_ones_none() -> 
 
 def test_texts_of_one_shingle_are_told_apart() -> None:
     rng = random.Random(3)
-    texts = sorted({zh_text(rng, 4).replace("。", "") for _ in range(300)})
-    rows = signatures(texts, "zh")
+    rows = signatures(sorted({zh_text(rng, 4).replace("。", "") for _ in range(300)}), "zh")
     assert max(np.count_nonzero(rows[at] == row) for at in range(len(rows)) for row in rows[:at]) < 40
 
 
@@ -113,9 +110,8 @@ def test_width_of_punctuation_and_traditional_characters_do_not_matter() -> None
     assert np.array_equal(rows[3], rows[4])
     assert len(set(described.keys[:3].tolist())) == 1, "held out together"
     assert len({row.tobytes() for row in described.digests}) == 5, "but no exact duplicates"
-    assert np.array_equal(
-        describe(["Ｈｅｌｌｏ，　１２３"], "en", DedupConfig()).keys, describe(["hello 123"], "en", DedupConfig()).keys
-    )
+    wide, plain = (describe([text], "en", DedupConfig()).keys for text in ("Ｈｅｌｌｏ，　１２３", "hello 123"))
+    assert np.array_equal(wide, plain)
     code = describe(["x = '這'", "x = '这'"], "code", DedupConfig()).signatures
     assert not np.array_equal(code[0], code[1]), "code is not folded"
 
@@ -127,17 +123,12 @@ def test_keys_are_the_same_with_and_without_signatures_and_never_the_same_for_al
     assert len(set(near.keys.tolist())) == 5
 
 
-# ---- the planted test at a size for every day; benchmarks/corpus.py runs it on more -------------------------
-
-
-@pytest.mark.parametrize("channel", ["zh", "en", "code"])
+@pytest.mark.parametrize("channel", ["zh", "code"])
 def test_planted_copies_are_found_and_nothing_else(channel: str, tmp_path: Path) -> None:
     rng = random.Random(11)
-    if channel == "code":
-        bases = cut_documents(stdlib_sources()[:400], channel, 80)
-    else:
-        bases = [zh_text(rng, 700) if channel == "zh" else en_text(rng, 300) for _ in range(80)]
+    made = [zh_text(rng, 700) for _ in range(40)]
+    bases = cut_documents(stdlib_sources()[:200], channel, 40) if channel == "code" else made
     quality = measure(plant(bases, channel, copies=3), channel, tmp_path)
-    assert quality.similar_copies >= 50
+    assert quality.similar_copies >= 25
     assert quality.recall >= 0.95, quality
     assert quality.false_positive_share <= 0.005, quality

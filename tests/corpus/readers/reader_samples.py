@@ -2,15 +2,18 @@
 nothing free writes them."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
 import lzma
 import struct
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,10 @@ import pyarrow.parquet as pq
 import zstandard
 
 from zero2all.corpus.listing import list_files
-from zero2all.corpus.readers import Cursor, Damaged, RawRow, ReaderLimits, Unit, plan_units, read_unit
+from zero2all.corpus.readers import Damaged, RawRow, ReaderLimits, Unit, plan_units, read_unit
 
 TEXTS = [f'Document number {n}, 第{n}篇。\nSecond line, with "quotes" and a comma.' for n in range(40)]
 ROWS: list[dict[str, Any]] = [{"id": str(n), "title": f"t{n}", "text": text} for n, text in enumerate(TEXTS)]
-
-
-# ---- formats --------------------------------------------------------------------------------------------------
 
 
 def json_lines(rows: Sequence[Any] = ROWS) -> bytes:
@@ -44,8 +44,6 @@ def parquet(rows: Sequence[dict[str, Any]] = ROWS, group: int = 16) -> bytes:
 
 
 def csv_table(rows: Sequence[dict[str, Any]] = ROWS, delimiter: str = ",") -> bytes:
-    import csv
-
     out = io.StringIO(newline="")
     writer = csv.DictWriter(out, list(rows[0]), delimiter=delimiter)
     writer.writeheader()
@@ -69,9 +67,6 @@ FORMATS: dict[str, tuple[str, Callable[[], bytes]]] = {
 }
 
 
-# ---- wrappings ------------------------------------------------------------------------------------------------
-
-
 def tar_of(members: dict[str, bytes], **more: Any) -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", **more) as tar:
@@ -91,8 +86,6 @@ def zip_of(members: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -
 
 
 def seven_zip_of(members: dict[str, bytes]) -> bytes:
-    import tempfile
-
     with tempfile.NamedTemporaryFile(suffix=".7z") as file:
         with libarchive.file_writer(file.name, "7zip") as archive:
             for name, data in members.items():
@@ -132,56 +125,21 @@ def rar5_of(members: dict[str, bytes]) -> bytes:
     return out + _rar5_block(_number(5) + _number(0) + _number(0))
 
 
-def _rar4_block(kind: int, flags: int, body: bytes, data: bytes = b"") -> bytes:
-    header = struct.pack("<BHH", kind, flags, 7 + len(body)) + body
-    return struct.pack("<H", zlib.crc32(header) & 0xFFFF) + header + data
+STREAMS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd_of}
+STREAMS[".frames.zst"] = partial(zstd_of, frame_bytes=700)
 
-
-def rar4_of(members: dict[str, bytes]) -> bytes:
-    """A RAR 2.9 to 4 archive of stored entries."""
-    out = b"Rar!\x1a\x07\x00" + _rar4_block(0x73, 0, bytes(6))
-    for name, data in members.items():
-        raw_name = name.encode()
-        body = struct.pack(
-            "<IIBIIBBHI", len(data), len(data), 3, zlib.crc32(data), 0, 20, 0x30, len(raw_name), 0o100644
-        )
-        out += _rar4_block(0x74, 0x8000, body + raw_name, data)
-    return out + _rar4_block(0x7B, 0x4000, b"")
-
-
-PACKS: dict[str, Callable[[dict[str, bytes]], bytes]] = {
-    ".zip": zip_of,
-    ".stored.zip": lambda members: zip_of(members, zipfile.ZIP_STORED),
-    ".bzip2.zip": lambda members: zip_of(members, zipfile.ZIP_BZIP2),
-    ".lzma.zip": lambda members: zip_of(members, zipfile.ZIP_LZMA),
-    ".tar": tar_of,
-    ".tar.gz": lambda members: gzip.compress(tar_of(members)),
-    ".tgz": lambda members: gzip.compress(tar_of(members)),
-    ".tar.bz2": lambda members: bz2.compress(tar_of(members)),
-    ".tar.xz": lambda members: lzma.compress(tar_of(members)),
-    ".tar.zst": lambda members: zstd_of(tar_of(members)),
-    ".7z": seven_zip_of,
-    ".rar": rar5_of,
-    ".4.rar": rar4_of,
-}
+ZIPS = {".stored.zip": zipfile.ZIP_STORED, ".bzip2.zip": zipfile.ZIP_BZIP2, ".lzma.zip": zipfile.ZIP_LZMA}
+TARS = {".tar.gz": ".gz", ".tgz": ".gz", ".tar.bz2": ".bz2", ".tar.xz": ".xz", ".tar.zst": ".zst"}
+PACKS: dict[str, Callable[[dict[str, bytes]], bytes]]
+PACKS = {".zip": zip_of, ".tar": tar_of, ".7z": seven_zip_of, ".rar": rar5_of}
+PACKS |= {name: partial(zip_of, compression=kind) for name, kind in ZIPS.items()}
+PACKS |= {name: lambda members, end=end: STREAMS[end](tar_of(members)) for name, end in TARS.items()}
 """Archives of several members."""
-
-STREAMS: dict[str, Callable[[bytes], bytes]] = {
-    "": lambda data: data,
-    ".gz": gzip.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-    ".zst": zstd_of,
-    ".frames.zst": lambda data: zstd_of(data, 700),
-}
 
 
 def wrapped(wrapping: str, name: str, data: bytes) -> bytes:
-    """One file as it is, compressed, or alone in an archive."""
     return PACKS[wrapping]({name: data}) if wrapping in PACKS else STREAMS[wrapping](data)
 
-
-# ---- reading --------------------------------------------------------------------------------------------------
 
 Item = RawRow | Damaged
 
@@ -191,18 +149,13 @@ def units_of(path: Path, limits: ReaderLimits | None = None) -> list[Unit]:
     return plan_units(file, limits or ReaderLimits())
 
 
-def read_all(
-    path: Path,
-    limits: ReaderLimits | None = None,
-    skipped: list[tuple[str, str]] | None = None,
-    resume: Cursor | None = None,
-) -> list[Item]:
+def read_all(path: Path, limits: ReaderLimits | None = None, skipped: list[Any] | None = None) -> list[Item]:
     """All items of one file; checks that exactly its bytes are reported as consumed."""
     told: list[int] = []
     items: list[Item] = []
     for unit in units_of(path, limits):
         note = None if skipped is None else (lambda reason, name: skipped.append((reason, name)))
-        items += read_unit(unit, limits or ReaderLimits(), told.append, resume, note)
+        items += read_unit(unit, limits or ReaderLimits(), told.append, None, note)
     assert sum(told) == path.stat().st_size
     return items
 

@@ -23,10 +23,8 @@ def csv(names, rows):
     return "".join(f"{','.join(row)}\n" for row in quoted)
 
 
-MIXED = csv(
-    ("conversation", "sender", "message"),
-    [(n, each["role"], each["content"]) for place in range(2) for n in range(3) for each in [talk(n)[place]]],
-)
+SAID = [(n, talk(n)[place]) for place in range(2) for n in range(3)]
+MIXED = csv(("conversation", "sender", "message"), [(n, each["role"], each["content"]) for n, each in SAID])
 FILES = {
     "mixed.csv": (MIXED, 3),
     "one.json": (json.dumps(talk(0), indent=1), 1),
@@ -41,9 +39,8 @@ def test_conversations_of_every_kind_of_file(tmp_path, name):
     text, count = FILES[name]
     (tmp_path / name).write_text(text)
     items = read_all(tmp_path / name, CHATS)
-    assert [[{k: m[k] for k in ("role", "content")} for m in item.fields["messages"]] for item in items] == [
-        talk(n) for n in range(count)
-    ]
+    found = [[{k: m[k] for k in ("role", "content")} for m in item.fields["messages"]] for item in items]
+    assert found == [talk(n) for n in range(count)]
     (unit,) = units_of(tmp_path / name, CHATS)
     for place, item in enumerate(items):
         rest = list(read_unit(unit, CHATS, lambda _: None, item.cursor))

@@ -5,38 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpus.readers.reader_samples import (
-    FORMATS,
-    PACKS,
-    ROWS,
-    STREAMS,
-    TEXTS,
-    Item,
-    damaged_of,
-    read_all,
-    rows_of,
-    wrapped,
-)
+from tests.corpus.readers import reader_samples as samples
+from tests.corpus.readers.reader_samples import FORMATS, PACKS, ROWS, STREAMS, damaged_of, read_all, rows_of, wrapped
 from zero2all.corpus.readers import RawRow, ReaderLimits, TextBy
 
 
-def check_rows(kind: str, items: list[Item]) -> None:
+def check_rows(kind: str, items: list[samples.Item]) -> None:
     assert not damaged_of(items)
     if kind == "text":
-        assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in TEXTS]
+        assert [row["content"] for row in rows_of(items)] == [text.replace("\n", " ") for text in samples.TEXTS]
     else:
         assert rows_of(items) == ROWS
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrapping"),
-    [
-        (kind, wrapping)
-        for kind in FORMATS
-        for wrapping in (*STREAMS, *PACKS)
-        if kind in ("json lines", "parquet") or wrapping in ("", ".gz", ".zip", ".tar.zst", ".rar")
-    ],
-)
+PAIRS = [(kind, wrapping) for kind in FORMATS for wrapping in (*STREAMS, *PACKS)]
+FEW = [(kind, each) for kind, each in PAIRS if kind in ("json lines", "parquet") or each in ("", ".gz", ".zip")]
+
+
+@pytest.mark.parametrize(("kind", "wrapping"), FEW)
 def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
     name, make = FORMATS[kind]
     (tmp_path / (name + wrapping)).write_bytes(wrapped(wrapping, name, make()))
@@ -49,7 +35,7 @@ def test_format_in_wrapping(tmp_path: Path, kind: str, wrapping: str):
         check_rows(kind, read_all(tmp_path / "a.txt"))
 
 
-@pytest.mark.parametrize("wrapping", [".zip", ".tar", ".tar.gz", ".tar.zst", ".7z", ".rar", ".4.rar"])
+@pytest.mark.parametrize("wrapping", [".zip", ".tar", ".tar.gz", ".7z", ".rar"])
 def test_one_object_a_file_in_an_archive(tmp_path: Path, wrapping: str):
     members = {f"part/{n:03d}.json": json.dumps(row, indent=1).encode() for n, row in enumerate(ROWS)}
     (tmp_path / f"a{wrapping}").write_bytes(PACKS[wrapping](members))
@@ -59,7 +45,7 @@ def test_one_object_a_file_in_an_archive(tmp_path: Path, wrapping: str):
     assert items[7].origin.name == f"a{wrapping}/part/007.json"
 
 
-@pytest.mark.parametrize("wrapping", ["", ".gz", ".tar.xz", ".zip"])
+@pytest.mark.parametrize("wrapping", ["", ".tar.xz"])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "utf-32"])
 def test_encoding_is_found_and_converted(tmp_path: Path, encoding: str, wrapping: str):
     for kind in ("json lines", "json array", "csv", "text"):

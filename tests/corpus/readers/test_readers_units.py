@@ -12,22 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.corpus.readers.reader_samples import (
-    ROWS,
-    Item,
-    csv_table,
-    damaged_of,
-    essence,
-    json_array,
-    json_lines,
-    parquet,
-    read_all,
-    rows_of,
-    tar_of,
-    units_of,
-    zip_of,
-    zstd_of,
-)
+from tests.corpus.readers import reader_samples as samples
+from tests.corpus.readers.reader_samples import ROWS, csv_table, essence, json_lines, rows_of, tar_of, units_of, zip_of
 from zero2all.corpus.readers import Format, ReaderLimits, TextBy, read_unit
 
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -38,9 +24,8 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 OBJECTS = st.lists(st.fixed_dictionaries({"id": st.integers(0, 9), "text": TEXT, "more": VALUES}), max_size=25)
-BROKEN = st.sampled_from(
-    [b'{"id": 1, "text": "cut', b"{broken}", b"17", b'{"id": "\xff"}', b'{"id": [1, {"id": 2}', b"@"]
-)
+BAD = [b'{"id": 1, "text": "cut', b"{broken}", b"17", b'{"id": "\xff"}', b'{"id": [1, {"id": 2}', b"@"]
+BROKEN = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(BAD)), max_size=2)
 SIZES = st.integers(1, 400)
 
 
@@ -48,14 +33,14 @@ def limits_with(**more: Any) -> ReaderLimits:
     return ReaderLimits(max_record_bytes=more.pop("max_record_bytes", 300), split_text_above_bytes=20, **more)
 
 
-def same_however_split(path: Path, unit_bytes: int, **more: Any) -> list[Item]:
+def same_however_split(path: Path, unit_bytes: int, **more: Any) -> list[samples.Item]:
     """Also however the bytes arrive: some bytes at a time, or all at once."""
-    whole = read_all(path, limits_with(unit_bytes=1 << 30, **more))
+    whole = samples.read_all(path, limits_with(unit_bytes=1 << 30, **more))
     for chunk in (64, 1 << 20):
         with ExitStack() as stack:
             for name in ("arrays.READ_BYTES", "lines.READ_BYTES", "read.READ_BYTES", "tables.CHUNK_BYTES"):
                 stack.enter_context(patch(f"zero2all.corpus.readers.{name}", chunk))
-            split = read_all(path, limits_with(unit_bytes=unit_bytes, **more))
+            split = samples.read_all(path, limits_with(unit_bytes=unit_bytes, **more))
         assert [essence(item) for item in split] == [essence(item) for item in whole]
     return whole
 
@@ -78,26 +63,17 @@ def put_in(lines: list[bytes], broken: list[tuple[int, bytes]]) -> list[bytes]:
 
 
 @QUICK
-@given(rows=OBJECTS, broken=st.lists(st.tuples(st.integers(0, 99), BROKEN), max_size=2), unit_bytes=SIZES)
+@given(OBJECTS, BROKEN, SIZES)
 def test_json_lines(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], broken: Any, unit_bytes: int):
     path = tmp_path_factory.mktemp("u") / "a.jsonl"
-    lines = put_in([json.dumps(row, ensure_ascii=False).encode() for row in rows], broken)
-    path.write_bytes(b"\n".join(lines))
+    path.write_bytes(b"\n".join(put_in([json.dumps(row, ensure_ascii=False).encode() for row in rows], broken)))
     same_however_split(path, unit_bytes)
     same_after_every_item(path, limits_with(unit_bytes=unit_bytes))
 
 
 @QUICK
-@given(
-    rows=OBJECTS,
-    broken=st.lists(st.tuples(st.integers(0, 99), BROKEN), max_size=2),
-    unit_bytes=SIZES,
-    indent=st.sampled_from([None, 2]),
-    cut=st.integers(0, 30),
-)
-def test_json_array(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], broken: Any, unit_bytes: int, indent: Any, cut: int
-):
+@given(OBJECTS, BROKEN, SIZES, st.sampled_from([None, 2]), st.integers(0, 30))
+def test_json_array(tmp_path_factory, rows: list[Any], broken: Any, unit_bytes: int, indent: int | None, cut: int):
     path = tmp_path_factory.mktemp("u") / "a.json"
     elements = put_in([json.dumps(row, ensure_ascii=False, indent=indent).encode() for row in rows], broken)
     data = b"[" + b", \n".join(elements) + b"]\n"
@@ -121,27 +97,23 @@ def test_elements_found_again_behind_an_open_bracket_are_not_where_units_begin(t
 
 
 @QUICK
-@given(
-    rows=OBJECTS, unit_bytes=SIZES, delimiter=st.sampled_from(",\t"), tail=st.sampled_from([b"", b'1,"open\nquote\n'])
-)
+@given(OBJECTS, SIZES, st.sampled_from(",\t"), st.sampled_from([b"", b'1,"open\nquote\n']))
 def test_csv(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], unit_bytes: int, delimiter: str, tail: bytes):
     path = tmp_path_factory.mktemp("u") / "a.csv"
     table = [{"id": str(row["id"]), "text": row["text"], "more": json.dumps(row["more"])} for row in rows]
     header = {"id": "0", "text": "first", "more": "{}"}
     path.write_bytes(csv_table([header, *table], delimiter) + tail)
     whole = same_however_split(path, unit_bytes, max_record_bytes=100)
-    if not damaged_of(whole):
+    if not samples.damaged_of(whole):
         assert rows_of(whole) == [header, *table]
     same_after_every_item(path, limits_with(unit_bytes=unit_bytes, max_record_bytes=100))
 
 
+LINES = st.lists(st.text(alphabet=" a中\r", max_size=80), max_size=40)
+
+
 @QUICK
-@given(
-    lines=st.lists(st.text(alphabet=" a中\r", max_size=80), max_size=40),
-    unit_bytes=SIZES,
-    text_by=st.sampled_from(list(TextBy)),
-    block=st.integers(1, 200),
-)
+@given(LINES, SIZES, st.sampled_from(list(TextBy)), st.integers(1, 200))
 def test_text(tmp_path_factory: pytest.TempPathFactory, lines: list[str], unit_bytes: int, text_by: TextBy, block: int):
     path = tmp_path_factory.mktemp("u") / "a.txt"
     path.write_bytes("\n".join(lines).encode())
@@ -166,7 +138,7 @@ def test_lines_in_other_encodings_are_split_too(tmp_path: Path, encoding: str, u
 
 
 def test_parquet_is_split_by_row_groups(tmp_path: Path):
-    (tmp_path / "a.parquet").write_bytes(parquet(ROWS, group=7))
+    (tmp_path / "a.parquet").write_bytes(samples.parquet(ROWS, group=7))
     for unit_bytes in (100, 1000, 5000):
         assert rows_of(same_however_split(tmp_path / "a.parquet", unit_bytes, max_record_bytes=10_000)) == ROWS
         same_after_every_item(tmp_path / "a.parquet", limits_with(unit_bytes=unit_bytes, max_record_bytes=10_000))
@@ -174,28 +146,17 @@ def test_parquet_is_split_by_row_groups(tmp_path: Path):
 
 def test_zip_is_split_by_entries_and_everything_resumes_inside_archives(tmp_path: Path):
     inner = zip_of({f"{n}.jsonl": json_lines(ROWS[n : n + 3]) for n in range(0, 9, 3)})
-    members = {
-        "a.jsonl": json_lines(ROWS[:3]),
-        "b.json": json_array(ROWS[3:6]),
-        "c.zip": inner,
-        "../evil.txt": b"no",
-        "d.csv": csv_table(ROWS[:4]),
-        "e.parquet": parquet(ROWS[:5]),
-        "f.txt": b"one\n\ntwo\n" * 10,
-        "empty.txt": b"",
-        "g.jsonl": b'{"text": "good"}\n{broken\n',
-    }
+    members = {"a.jsonl": json_lines(ROWS[:3]), "b.json": samples.json_array(ROWS[3:6]), "c.zip": inner}
+    members |= {"../evil.txt": b"no", "d.csv": csv_table(ROWS[:4]), "e.parquet": samples.parquet(ROWS[:5])}
+    members |= {"f.txt": b"one\n\ntwo\n" * 10, "empty.txt": b"", "g.jsonl": b'{"text": "good"}\n{broken\n'}
     limits = limits_with(unit_bytes=300, max_record_bytes=10_000)
     (tmp_path / "a.zip").write_bytes(zip_of(members))
     assert len(units_of(tmp_path / "a.zip", limits)) > 2
     whole = same_however_split(tmp_path / "a.zip", 300, max_record_bytes=10_000)
-    assert [item.reason for item in damaged_of(whole)] == ["unsafe_name", "invalid_json"]
-    for name, data in {
-        "a.zip": zip_of(members),
-        "a.tar": tar_of(members),
-        "a.tar.zst": zstd_of(tar_of(members)),
-        "b.tar.gz": gzip.compress(tar_of(members))[:-300],
-    }.items():
+    assert [item.reason for item in samples.damaged_of(whole)] == ["unsafe_name", "invalid_json"]
+    files = {"a.zip": zip_of(members), "a.tar": tar_of(members), "a.tar.zst": samples.zstd_of(tar_of(members))}
+    files |= {"c.jsonl.gz": gzip.compress(json_lines(ROWS)), "b.tar.gz": gzip.compress(tar_of(members))[:-300]}
+    for name, data in files.items():
         (tmp_path / name).write_bytes(data)
         same_after_every_item(tmp_path / name, limits)
 
@@ -205,8 +166,7 @@ def test_units_say_what_they_are(tmp_path: Path):
     (tmp_path / "a.jsonl").write_bytes(json_lines())
     units = units_of(tmp_path / "a.jsonl", limits)
     assert [unit.number for unit in units] == list(range(len(units)))
-    assert units[0].start == 0
-    assert [unit.end for unit in units[:-1]] == [unit.start for unit in units[1:]]
+    assert [unit.start for unit in units] == [0, *(unit.end for unit in units[:-1])]
     assert units[-1].end is None
     assert sum(unit.raw_bytes for unit in units) == (tmp_path / "a.jsonl").stat().st_size
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json_lines()))

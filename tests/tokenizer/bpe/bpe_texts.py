@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TextList:
-    """A part in memory that counts how often it is read."""
-
     kept: list[str]
     name: str = "part"
     reads: list[int] = field(default_factory=list)

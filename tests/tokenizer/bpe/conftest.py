@@ -10,7 +10,6 @@ from zero2all.tokenizer.bpe.learn import BpeResources, BpeRules, LearnedBpe, lea
 
 @pytest.fixture
 def learn(tmp_path: Path):
-    """Trains on texts in a scratch folder of its own, unless one is given."""
     calls = 0
 
     def run(texts: list[str] | list[TextList], wanted: int, **options: Any) -> LearnedBpe:

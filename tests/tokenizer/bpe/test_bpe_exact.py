@@ -33,9 +33,7 @@ def test_uncut_run_equals_the_naive_trainer(learn):
     texts = TEXTS[:60]
     pieces, merges, short = reference_train(texts, 900)
     learned = learn(texts, 900, cut=False)
-    assert short == 0
-    assert learned.pieces == pieces
-    assert learned.merges == merges
+    assert (learned.pieces, learned.merges, short) == (pieces, merges, 0)
 
 
 @pytest.mark.parametrize("share", [0.4, 3.0])
@@ -137,29 +135,23 @@ def test_any_small_text_equals_the_naive_trainer(data, tmp_path_factory):
     alphabet = data.draw(ALPHABETS)
     texts = data.draw(st.lists(st.text(alphabet=alphabet, min_size=1, max_size=40), min_size=1, max_size=6))
     wanted = data.draw(st.integers(257, 300))
-    limits = {
-        "min_piece_count": data.draw(st.integers(1, 3)),
-        "max_piece_bytes": data.draw(st.sampled_from([None, 2, 3, 6, 8])),
-    }
+    limits = {"min_piece_count": data.draw(st.integers(1, 3))}
+    limits["max_piece_bytes"] = data.draw(st.sampled_from([None, 2, 3, 6, 8]))
     pieces, merges, short = reference_train(texts, wanted, **limits)
     while short:  # ask for what is possible
         if len(pieces) <= 256:
             return
         pieces, merges, short = reference_train(texts, len(pieces), **limits)
     for cut in (True, False):
-        scratch = tmp_path_factory.mktemp("small")
-        learned = learn_bpe(
-            [TextList(texts)], len(pieces), BpeResources(scratch, threads=1), BpeRules(cut=cut, **limits)
-        )
-        assert learned.pieces == pieces
-        assert learned.merges == merges
+        resources = BpeResources(tmp_path_factory.mktemp("small"), threads=1)
+        learned = learn_bpe([TextList(texts)], len(pieces), resources, BpeRules(cut=cut, **limits))
+        assert (learned.pieces, learned.merges) == (pieces, merges)
 
 
 def test_long_pieces_without_a_space_are_learned_whole(learn):
     """More than 65,535 symbols in one word: nothing is cut off."""
     line = "天地玄黄" * 30_000 + "a" * 70_001
     learned = learn([line, line], 256 + 40)
-    encoded = ReferenceEncoder(learned.merges).encode("天地玄黄" * 64)
-    assert len(encoded) < 16
+    assert len(ReferenceEncoder(learned.merges).encode("天地玄黄" * 64)) < 16
     assert learned.last_count > 0
     assert learned.merges == learn([line, line], 256 + 40, cut=False).merges

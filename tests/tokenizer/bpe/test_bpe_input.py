@@ -11,8 +11,9 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from benchmarks import bpe_reference as reference
 from benchmarks.bpe_reference import ReferenceEncoder
-from tests.tokenizer.bpe.bpe_texts import TextList, chinese_like, in_parts
+from tests.tokenizer.bpe.bpe_texts import chinese_like, in_parts
 from zero2all.common.errors import UsageError
+from zero2all.tokenizer.bpe import counting
 from zero2all.tokenizer.bpe.learn import Memory
 from zero2all.tokenizer.bpe.scan import BREAK, LETTER, NEWLINE, NUMBER, OTHER, SPACE, character_kinds, pretokens
 from zero2all.tokenizer.save import tokenizer_json_of
@@ -23,8 +24,7 @@ TEXTS = chinese_like(seed=5, clauses=1000)
 def test_layout_of_the_vocabulary(learn):
     learned = learn(TEXTS, 900)
     assert learned.pieces[:256] == [bytes([byte]) for byte in range(256)]
-    assert len(learned.pieces) == 900
-    assert len(learned.merges) == 900 - 256
+    assert (len(learned.pieces), len(learned.merges)) == (900, 900 - 256)
     for number, (left, right) in enumerate(learned.merges):
         assert max(left, right) < 256 + number
         assert learned.pieces[256 + number] == learned.pieces[left] + learned.pieces[right]
@@ -70,24 +70,16 @@ def test_words_that_do_not_fit_are_an_error_or_by_leave_an_approximation(learn, 
     assert not learned.exact
     assert learned.facts["dropped_pieces"] > 0
     assert "APPROXIMATE" in messages[0]
-    again = learn(in_parts(TEXTS, 3), 700, exact=False, threads=2, say=messages.append)
-    assert again.merges == learned.merges
+    assert learn(in_parts(TEXTS, 3), 700, exact=False, threads=2, say=messages.append).merges == learned.merges
 
 
 def test_long_documents_are_split_only_where_no_pre_token_is(learn, monkeypatch):
-    from zero2all.tokenizer.bpe import counting
-
-    lines = ["天地，玄黄\n", "  indented\n\n", "word word\n", "\u3000\u3000全角\n"] * 200
-    text = "".join(lines)
+    text = "".join(["天地，玄黄\n", "  indented\n\n", "word word\n", "\u3000\u3000全角\n"] * 200)
     whole = learn([text], 285)
     monkeypatch.setattr(counting.batches, "__defaults__", (50,))
-    parts = [TextList([text])]
-    learned = learn(parts, 285)
+    learned = learn([text], 285)
     assert learned.merges == whole.merges
     assert learned.facts["text"] == whole.facts["text"]
-
-
-# ---- the native scanner splits as the library's regex engine does -------------------------------------------
 
 
 # Everything that some alternative of the pattern treats in its own way, and the case pairs of the English endings.
@@ -109,9 +101,8 @@ def test_kinds_are_those_of_the_library():
         (r"[\r\n]+", kinds == NEWLINE),
         (r"[^\s\p{L}\p{N}]+", kinds == OTHER),
     ):
-        outside = pre_tokenizers.Split(Regex(pattern), "removed").pre_tokenize_str(text)
         theirs = np.ones(len(text), bool)
-        for _, (start, end) in outside:
+        for _, (start, end) in pre_tokenizers.Split(Regex(pattern), "removed").pre_tokenize_str(text):
             theirs[start:end] = False
         assert np.array_equal(ours, theirs), pattern
     assert (character_kinds()[0xD800:0xE000] == BREAK).all()

@@ -1,8 +1,6 @@
 """Runs to look at, a board that serves them, and pages of the browser in both languages."""
 
 import functools
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +14,7 @@ from zero2all.track import MetricsWriter
 from zero2all.track.api import Board, BoardOptions
 from zero2all.track.chart_library import CHART_LIBRARY
 
-HOSTILE = "<img src=x onerror=alert(1)>"
-"""A run may have any name that a folder may have."""
+HOSTILE = "<img src=x onerror=alert(1)>"  # a run may have any name that a folder may have
 SPIKE_STEP = 300
 
 
@@ -54,15 +51,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torn = root / "torn" / "metrics"
     torn.mkdir(parents=True)
     good = '{"step":%d,"time":5.0,"tokens":1,"values":{"loss":%s}}\n'
-    (torn / "train-1.jsonl").write_text(
-        good % (1, 3) + "garbage\n[1, 2]\n" + good % (2, '"NaN"') + good % (3, 2) + '{"step":'
-    )
+    lines = good % (1, 3) + "garbage\n[1, 2]\n" + good % (2, '"NaN"') + good % (3, 2) + '{"step":'
+    (torn / "train-1.jsonl").write_text(lines)
     return root
 
 
 class ServedBoard:
-    """A board that answers on a real port."""
-
     def __init__(self, places: list[Path], cache: Path, options: BoardOptions | None = None) -> None:
         self.board = Board([str(place) for place in places], options or BoardOptions(port=0), cache)
         self.thread = threading.Thread(target=self.board.serve, daemon=True)
@@ -89,50 +83,7 @@ def served(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 @pytest.fixture
 def live_root(runs: Path) -> Path:
-    """Root 1 of the board `served`."""
     return runs.parent / "live"
-
-
-class SmallTraining:
-    """small_training.py in a process of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        script = Path(__file__).with_name("small_training.py")
-        root = Path(__file__).parents[3]
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=root,
-            env={"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        )
-
-    def train(self, steps: int) -> int:
-        """Do so many steps; returns the step it has come to."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{steps}\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-
-@pytest.fixture
-def training() -> Iterator[Callable[[Path], SmallTraining]]:
-    """Start small trainings; those still there at the end are killed."""
-    started: list[SmallTraining] = []
-
-    def start(folder: Path) -> SmallTraining:
-        started.append(SmallTraining(folder))
-        return started[-1]
-
-    yield start
-    for each in started:
-        with each.process:  # closes its pipes
-            each.process.kill()
-
-
-# ---- the browser ----
 
 
 @pytest.fixture(scope="session")
@@ -156,3 +107,17 @@ def page(context_of: Callable[[str], Any], request: pytest.FixtureRequest) -> It
     language = request.getfixturevalue("locale") if "locale" in request.fixturenames else "en-US"
     with watched_page(context_of(language)) as opened:
         yield opened
+
+
+@pytest.fixture
+def serve(page: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., ServedBoard]]:
+    started: list[ServedBoard] = []
+
+    def start(*places: Path, port: int = 0) -> ServedBoard:
+        started.append(ServedBoard([*places], tmp_path_factory.mktemp("cache"), BoardOptions(port=port)))
+        return started[-1]
+
+    yield start
+    page.goto("about:blank")
+    for each in started:
+        each.stop()

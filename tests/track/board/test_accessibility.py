@@ -3,7 +3,7 @@
 axe-core comes from npm (`scripts/vendor_web.sh dev`); without it these tests are skipped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ def axe() -> str:
     return AXE.read_text("utf-8")
 
 
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
+@pytest.fixture
+def odd(serve: Callable[..., ServedBoard], tmp_path: Path) -> ServedBoard:
     """Two workspaces with a run of the same name and one point, and one that ended in NaN; and a place with none."""
-    root = tmp_path_factory.mktemp("odd")
+    root = tmp_path / "odd"
     for place in ("left", "right"):
         with MetricsWriter(root / place / "runs" / "same") as run:
             run.log({"loss": 2.0}, step=1, tokens=1)
@@ -41,9 +41,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedBoard]:
     with MetricsWriter(root / "left" / "runs" / "nan", resumed_from=70) as run:
         run.log({"loss": 2.0}, step=71, tokens=71)
         run.close(reason="failed", message="out of memory")
-    served = ServedBoard([root / "left", root / "right", root / "nowhere"], tmp_path_factory.mktemp("cache"))
-    yield served
-    served.stop()
+    return serve(root / "left", root / "right", root / "nowhere")
 
 
 def go_to(page: Any, address: str, wait_for: str) -> None:
@@ -55,7 +53,7 @@ def go_to(page: Any, address: str, wait_for: str) -> None:
 @pytest.mark.parametrize(
     ("locale", "theme"), [("en-US", "dark"), pytest.param("zh-CN", "light", marks=pytest.mark.slow)]
 )
-def test_axe_finds_nothing_in_either_language_and_theme(page, served, odd, tmp_path, axe, locale, theme):
+def test_axe_finds_nothing_in_either_language_and_theme(page, served, serve, odd, tmp_path, axe, locale, theme):
     def finds_nothing(where: str) -> None:
         if not page.evaluate("'axe' in globalThis"):
             page.evaluate(axe)
@@ -74,19 +72,13 @@ def test_axe_finds_nothing_in_either_language_and_theme(page, served, odd, tmp_p
     page.keyboard.press("?")
     page.wait_for_selector("dialog")
     finds_nothing("the help")
-    go_to(
-        page,
-        f"{odd.url}#runs=0/runs/same,1/runs/same,0/runs/nan&base=0/runs/nan&theme={theme}",
-        '[data-group="config"]',
-    )
+    compared = "runs=0/runs/same,1/runs/same,0/runs/nan&base=0/runs/nan"
+    go_to(page, f"{odd.url}#{compared}&theme={theme}", '[data-group="config"]')
     finds_nothing("runs compared, on a phone")
+    places = page.locator(".only .where").all_text_contents()
+    assert sorted(places) == ["", "left", "right"], "runs of the same name are told apart"
     page.set_viewport_size({"width": 1280, "height": 1000})
     go_to(page, f"{odd.url}#runs=0/runs/nan&theme={theme}", '[data-group="config"]')
     finds_nothing("a run that failed with NaN")
-    empty = ServedBoard([tmp_path / "empty"], tmp_path / "cache")
-    try:
-        go_to(page, f"{empty.url}#theme={theme}", ".blank pre")
-        finds_nothing("no runs")
-    finally:
-        page.goto("about:blank")
-        empty.stop()
+    go_to(page, f"{serve(tmp_path / 'empty').url}#theme={theme}", ".blank pre")
+    finds_nothing("no runs")

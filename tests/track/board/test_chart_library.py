@@ -17,7 +17,6 @@ LIBRARY = chart_library.CHART_LIBRARY
 
 @pytest.fixture
 def vendor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package without the library."""
     monkeypatch.setattr(chart_library, "VENDOR", tmp_path / "vendor")
     monkeypatch.setattr(chart_library, "CHART_LIBRARY", tmp_path / "vendor/uPlot.iife.min.js")
     return tmp_path / "vendor"

@@ -3,13 +3,15 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.track.logged import logged
 from zero2all.track import MetricsWriter
-from zero2all.track.api import BoardOptions, page_files
+from zero2all.track.api import page_files
 from zero2all.track.chart_library import CHART_LIBRARY
 
 from .conftest import HOSTILE, SPIKE_STEP, ServedBoard
@@ -25,15 +27,24 @@ def open_page(page: Any, served: ServedBoard, view: str) -> None:
     page.wait_for_selector('[data-state="painted"]')
 
 
-def test_a_live_training_moves_the_curve_and_ends_as_finished(page, served, live_root, training):
-    small = training(live_root / "live")
-    small.train(20)
+def wait_in(page: Any, is_so: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if is_so():
+            return
+        page.wait_for_timeout(100)
+    pytest.fail("waited too long")
+
+
+def test_a_live_run_moves_the_curve_and_ends_as_finished(page, served, live_root):
+    run = MetricsWriter(live_root / "live")
+    for step in range(1, 21):
+        run.log({"loss": 1 / step}, step=step)
     open_page(page, served, "runs=1/live")
     page.wait_for_selector(f'{LOSS}[data-end="20"]')
     page.get_by_role("main").get_by_text("running").wait_for()
-    assert small.train(15) == 35
+    run.log({"loss": 0.03}, step=35)
     page.wait_for_selector(f'{LOSS}[data-end="35"]')  # nobody reloaded: the stream brought it
-    small.process.stdin.close()
+    run.close()
     page.get_by_role("main").get_by_text("finished").wait_for()
 
 
@@ -66,10 +77,8 @@ def test_a_chart_says_in_legend_and_words_what_it_shows_and_its_points_are_saved
     page.hover(LOSS)
     with page.expect_download() as png:
         page.click(f'{LOSS} [data-tool="png"]')
-    content = Path(png.value.path()).read_bytes()
     assert png.value.suggested_filename == "loss.png"
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert len(content) > 4000
+    assert Path(png.value.path()).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with page.expect_download() as csv:
         page.click(f'{LOSS} [data-tool="csv"]')
     assert len(Path(csv.value.path()).read_text().splitlines()) == 401
@@ -89,15 +98,16 @@ def test_an_idle_page_moves_no_bytes_markup_stays_text_and_what_was_left_out_is_
     page.wait_for_load_state("load")
     session = page.context.new_cdp_session(page)
     session.send("Network.enable")
-    moved: list[float] = []
-    session.on("Network.dataReceived", lambda event: moved.append(event["dataLength"]))
-    session.on("Network.requestWillBeSent", lambda event: moved.append(len(event)))
-    for _ in range(20):  # on a busy machine what was begun before may still come
+    moved: list[Any] = []
+    for kind in ("Network.dataReceived", "Network.requestWillBeSent"):
+        session.on(kind, lambda event: moved.append(event))
+
+    def nothing_moves() -> bool:
         moved.clear()
-        page.wait_for_timeout(1500)  # silence cannot be waited for in another way
-        if not moved:
-            break
-    assert moved == []
+        page.wait_for_timeout(1000)  # silence cannot be waited for in another way
+        return not moved
+
+    wait_in(page, nothing_moves)  # on a busy machine what was begun before may still come
     page.get_by_text("step 400: <script>alert(2)</script>").wait_for()
     page.locator(".run-list").get_by_text(HOSTILE).click()
     page.get_by_role("heading", name=HOSTILE).wait_for()
@@ -115,43 +125,36 @@ def test_an_idle_page_moves_no_bytes_markup_stays_text_and_what_was_left_out_is_
             ];
         }"""
     )
-    assert shown == [
-        ["1000k", "1k", "1.23M", "15", "2T", "−52.3k"],
-        ["0", "2.500", "−1.23e−4", "81.9k", "–", "∞", "1000"],
-        ["0.5s", "59s", "1m01", "1h02", "2d07h"],
-    ]
+    numbers = ["0", "2.500", "−1.23e−4", "81.9k", "–", "∞", "1000"]
+    assert shown[:2] == [["1000k", "1k", "1.23M", "15", "2T", "−52.3k"], numbers]
+    assert shown[2:] == [["0.5s", "59s", "1m01", "1h02", "2d07h"]]
 
 
 @pytest.mark.parametrize("locale", ["zh-CN"])
-def test_held_out_loss_stands_beside_training_loss_and_evaluation_before_the_rest(page, served, live_root, locale):
+def test_held_out_loss_stands_beside_training_loss_and_no_name_turns_the_text_around(page, served, live_root, locale):
     with MetricsWriter(live_root / "judged") as run:
-        for step in range(1, 30):
-            run.log({"loss": 5.0 / step, "loss/en": 5.0 / step, "lr": 0.1}, step=step, tokens=100 * step)
-        run.log({"eval/valid/loss/en": 0.5, "eval/valid/bpb/en": 0.3, "memory/gib": 1.0}, step=29, tokens=2900)
+        run.log({"loss": 5.0, "loss/en": 5.0, "lr": 0.1}, step=1)
+        run.log({"eval/valid/loss/en": 0.5, "eval/valid/bpb/en": 0.3, "memory/gib": 1.0}, step=1)
     (live_root / "judged/config.yaml").write_text('train:\n  name: "cat\u202egpj.exe"\n', "utf-8")
     open_page(page, served, "runs=1/judged")
-    training, held_out = "训练损失", "验证集 en"
-    expect(page.locator(f"{LOSS} .legend .name")).to_have_text([training, held_out])
-    order = ("loss", "channels", "eval", "optim", "memory")
-    boxes = [page.locator(f'[data-group="{group}"]').bounding_box() for group in order]
-    places = [(box["y"], box["x"]) for box in boxes]
-    assert places == sorted(places)
+    expect(page.locator(f"{LOSS} .legend .name")).to_have_text(["训练损失", "验证集 en"])
     expect(page.locator(".facts")).to_contain_text("最近更新")
     assert "\u202e" not in page.content()
     expect(page.locator('[data-group="config"]')).to_contain_text(r"cat\u202egpj.exe")
     shutil.rmtree(live_root / "judged")
 
 
-@pytest.mark.parametrize(("locale", "width"), [("zh-CN", 1280), ("en-US", 390)])
-def test_no_button_of_the_bar_is_cut_off_with_three_runs(page, served, locale, width):
-    page.set_viewport_size({"width": width, "height": 800})
+@pytest.mark.parametrize("locale", ["zh-CN"])
+def test_no_button_of_the_bar_is_cut_off_with_three_runs(page, served, locale):
     open_page(page, served, "runs=0/base,0/other,0/torn&zoom=10~200")
     page.wait_for_selector(".reset")
     cut = """() => [...document.querySelectorAll('#bar button')].filter((each) => each.offsetWidth).filter((button) => {
         const {left, right, top, bottom} = button.getBoundingClientRect();
         return [left + 2, right - 2].some((x) => !button.contains(document.elementFromPoint(x, (top + bottom) / 2)));
     }).map((button) => button.textContent || button.title)"""
-    assert page.evaluate(cut) == []
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate(cut) == [], width
 
 
 def test_markers_are_reached_by_mouse_and_keys_show_losses_and_documents_and_stay_below_bar_and_drawer(page, served):
@@ -163,8 +166,6 @@ def test_markers_are_reached_by_mouse_and_keys_show_losses_and_documents_and_sta
     expect(drawer.locator(".bars").get_by_text("7.900")).to_be_visible()  # the loss of zh
     page.keyboard.press("Escape")
     expect(drawer).to_be_hidden()
-    page.reload()
-    marker.wait_for()
     stops = page.locator(f'{LOSS} .marker[tabindex="0"]')
     expect(stops).to_have_count(1)
     stops.focus()
@@ -188,37 +189,9 @@ def test_markers_are_reached_by_mouse_and_keys_show_losses_and_documents_and_sta
     assert page.evaluate("document.documentElement.scrollWidth") <= 390, "on a phone nothing is wider than the screen"
     first = page.locator(f"{LOSS} .marker").first
     page.click("#menu")
-    for _ in range(600):  # it slides in
-        if first.evaluate(at_marker) == "runs":
-            break
-        page.wait_for_timeout(100)
-    assert first.evaluate(at_marker) == "runs"
+    wait_in(page, lambda: first.evaluate(at_marker) == "runs")  # it slides in
     page.locator('[data-run="0/other"] .only').click()
     page.get_by_role("heading", name="other").wait_for()
-
-
-def test_two_workspaces_with_a_run_of_the_same_name_are_told_apart(page, tmp_path):
-    for place in ("left", "right"):
-        with MetricsWriter(tmp_path / place / "runs" / "same") as run:
-            run.log({"loss": 2.0}, step=1)
-    served = ServedBoard([tmp_path / "left", tmp_path / "right"], tmp_path / "cache")
-    try:
-        page.set_viewport_size({"width": 390, "height": 844})
-        open_page(page, served, "runs=0/runs/same,1/runs/same")
-        legend, places = page.locator(f"{LOSS} .legend .name"), page.locator(".only .where")
-        expect(legend).to_have_count(2)
-        expect(places).to_have_count(2)
-        assert sorted(legend.all_inner_texts()) == ["left/runs/same", "right/runs/same"]
-        assert sorted(places.all_text_contents()) == ["left", "right"]
-        page.locator(".compare td.num").first.wait_for()
-        numbers = page.locator(".compare td.num").evaluate_all(
-            "(cells) => cells.map((cell) => { const range = document.createRange(); range.selectNodeContents(cell);"
-            " return range.getClientRects().length; })"
-        )
-        assert set(numbers) == {1}, "no number is broken over two lines"
-    finally:
-        page.goto("about:blank")
-        served.stop()
 
 
 def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
@@ -240,23 +213,11 @@ def test_zoom_axis_scales_search_and_theme_are_in_the_address(page, served):
     page.keyboard.type("grad")
     expect(page.locator(".groups .card")).to_have_count(1)
     expect(page).to_have_url(re.compile("q=grad"))
-    for part in ("x=tokens", "ylog=1", "theme=dark"):
-        assert part in page.url
+    assert [part for part in ("x=tokens", "ylog=1", "theme=dark") if part not in page.url] == []
     page.reload()
     page.wait_for_selector('[data-chart="grad_norm"][data-state="painted"]')
     expect(page.locator(".groups .card")).to_have_count(1)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def test_a_run_that_vanishes_while_watched_stays_on_the_screen_with_a_word(page, served, live_root):
-    with MetricsWriter(live_root / "gone") as run:
-        for step in range(1, 11):
-            run.log({"loss": 1 / step}, step=step)
-    open_page(page, served, "runs=1/gone")
-    shutil.rmtree(live_root / "gone")
-    page.get_by_text("The folder of gone was deleted").wait_for()
-    assert page.locator(LOSS).get_attribute("data-points") == "10"
-    page.wait_for_selector('[data-run="1/gone"]', state="detached")
 
 
 def test_the_keyboard_reaches_everything_and_help_lists_it(page, served):
@@ -271,24 +232,10 @@ def test_the_keyboard_reaches_everything_and_help_lists_it(page, served):
     page.keyboard.press("Escape")
     page.keyboard.press("r")
     page.keyboard.press("Tab")
-    focused = page.evaluate(
-        "document.activeElement.getAttribute('role') + getComputedStyle(document.activeElement).outlineStyle"
-    )
-    assert focused == "checkboxsolid"
+    expect(page.locator(":focus")).to_have_role("checkbox")
+    expect(page.locator(":focus")).to_have_css("outline-style", "solid")
     page.keyboard.press("Space")
     expect(page.locator(".run.on")).not_to_have_count(1)
-
-
-def test_thousands_of_metric_names_stay_usable(page, served, live_root):
-    with MetricsWriter(live_root / "many") as run:
-        for start in range(0, 6000, 500):
-            run.log({f"m{number % 70}/x{number}": 1.0 for number in range(start, start + 500)}, step=1)
-        run.log({"loss": 1.0}, step=1)
-    open_page(page, served, "runs=1/many")
-    page.get_by_text("beyond the first 5,000 names").first.wait_for()
-    assert page.locator(".card").count() < 500
-    page.fill("#metric-search", "x4321")
-    page.wait_for_selector('[data-chart="m51/x4321"][data-state="painted"]')
 
 
 def test_without_the_chart_library_the_page_says_what_is_missing(page, served):
@@ -297,39 +244,24 @@ def test_without_the_chart_library_the_page_says_what_is_missing(page, served):
     page.get_by_text("z2a board --fetch-charts").wait_for()
 
 
-def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, tmp_path):
+def test_an_empty_folder_says_where_it_looked_and_notices_the_first_run(page, serve, tmp_path):
     root = tmp_path / "empty-workspace"
     root.mkdir()
-    served = ServedBoard([root], tmp_path / "cache")
-    try:
-        page.goto(served.url)
-        page.get_by_text(f"Searched in {root}").wait_for()
-        page.get_by_text(f"z2a quickstart --work {root}", exact=True).wait_for()  # and what to do next
-        with MetricsWriter(root / "runs" / "first") as run:
-            run.log({"loss": 3.0}, step=1)
-            run.log({"loss": 2.0}, step=2)
-        page.wait_for_selector(f'{LOSS}[data-end="2"]')
-    finally:
-        page.goto("about:blank")
-        served.stop()
+    page.goto(serve(root).url)
+    page.get_by_text(f"Searched in {root}").wait_for()
+    page.get_by_text(f"z2a quickstart --work {root}", exact=True).wait_for()  # and what to do next
+    logged(root / "runs" / "first", {"loss": 3.0}, {"loss": 2.0})
+    page.wait_for_selector(f'{LOSS}[data-end="2"]')
 
 
-def test_the_page_comes_back_by_itself_when_the_server_was_restarted(page, tmp_path):
-    run = MetricsWriter(tmp_path / "runs" / "long")
-    run.log({"loss": 3.0}, step=1)
-    run.close()
-    served = ServedBoard([tmp_path / "runs"], tmp_path / "cache")
+def test_the_page_comes_back_by_itself_when_the_server_was_restarted(page, serve, tmp_path):
+    served = serve(logged(tmp_path / "long", {"loss": 3.0}).parent)
     open_page(page, served, "runs=0/long")
     port = served.board.socket.getsockname()[1]
     served.stop()
-    with MetricsWriter(tmp_path / "runs" / "long", writer="late") as late:
-        late.log({"loss": 2.0}, step=7)
-    again = ServedBoard([tmp_path / "runs"], tmp_path / "cache", BoardOptions(port=port))
-    try:
-        page.wait_for_selector(f'{LOSS}[data-end="7"]')
-    finally:
-        page.goto("about:blank")
-        again.stop()
+    logged(tmp_path / "long", {"loss": 2.0}, first=7, writer="late")
+    serve(tmp_path, port=port)
+    page.wait_for_selector(f'{LOSS}[data-end="7"]')
 
 
 def test_the_front_end_is_small():

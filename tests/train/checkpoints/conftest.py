@@ -3,10 +3,11 @@
 import hashlib
 import json
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,38 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from zero2all.common import jsonio
+from zero2all.common.peers import Peers
+from zero2all.train.checkpoints import store as store_module
 from zero2all.train.checkpoints.manifest import OWN_FIELDS, manifest_bytes
+from zero2all.train.checkpoints.run_lock import Fence, no_fence
 from zero2all.train.checkpoints.snapshot import Snapshot
-from zero2all.train.checkpoints.store import write_checkpoint
+from zero2all.train.checkpoints.store import CheckpointStore, write_checkpoint
 
-DETAILS = {"inputs": "i", "environment": {"cpu_threads": 1, "machine": "机器"}}
+MODEL = "model-00000-00000.safetensors"
+RANK = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from zero2all.parallel.parts import Box, TensorPart
+from zero2all.parallel.shards import box as box_of, local as local_part
+from zero2all.train.checkpoints.snapshot import Snapshot
+from zero2all.train.checkpoints.store import CheckpointStore
+rank, world, meeting, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+torch.set_num_threads(1)
+dist.init_process_group(
+    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+)
+def part_of(tensor):
+    place = box_of(tensor)
+    box = Box(tuple(along.start for along in place), tuple(along.stop - along.start for along in place))
+    return TensorPart(local_part(tensor), tuple(tensor.shape), box)
+def parts(tensors):
+    return {name: part_of(tensor) for name, tensor in tensors.items()}
+"""
+UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc")
 
 
 def make_tensors(seed: int) -> dict[str, Tensor]:
@@ -38,19 +66,17 @@ def make_tensors(seed: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(scope="session")
-def tensors_of() -> Callable[[int], dict[str, Tensor]]:
-    return make_tensors
+def snapshot(seed: int, record: dict[str, Any] | None = None) -> Snapshot:
+    return Snapshot.of_tensors(make_tensors(seed), record)
 
 
 @pytest.fixture(scope="session")
 def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints at steps 10 and 20. Read only: see `run`."""
     run = tmp_path_factory.mktemp("checkpoints") / "run"
+    details = {"inputs": "i", "environment": {"cpu_threads": 1, "machine": "机器"}}
     for step in (10, 20):
-        write_checkpoint(
-            run, step, Snapshot.of_tensors(make_tensors(step), {"step": step, "tokens": step * 64}), DETAILS
-        )
+        write_checkpoint(run, step, snapshot(step, {"step": step, "tokens": step * 64}), details)
     return run
 
 
@@ -91,39 +117,41 @@ def set_value(run: Path, step: int, file: str, name: str, value: float, seals: b
         reseal(folder)
 
 
-@pytest.fixture(scope="session", name="reseal")
-def reseal_fixture() -> Callable[..., Path]:
-    return reseal
+class ThreadPeers(Peers):
+    """Peers that are threads, with a list in which they gather their values and a barrier."""
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._values, self._barrier, self.control = rank, len(values), values, barrier, None
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = jsonio.loads_exact(jsonio.dumps_exact(value), "what a thread said")
+        self._barrier.wait()
+        said = list(self._values)
+        self._barrier.wait()
+        return said
 
 
-RANK = """
-import os, sys
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from zero2all.parallel.parts import Box, TensorPart
-from zero2all.parallel.shards import box as box_of, local as local_part
-from zero2all.train.checkpoints.retention import Retention
-from zero2all.train.checkpoints.snapshot import Snapshot
-from zero2all.train.checkpoints.store import CheckpointStore
-rank, world, meeting, run = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
-)
+@pytest.fixture
+def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Call work(rank, store) in `world` ranks that share a run; returns what each returned."""
+    monkeypatch.setattr(store_module, "open_peers", lambda peers, _timeout: next(peers))
 
-def part_of(tensor):
-    if not isinstance(tensor, DTensor):
-        return TensorPart.whole(tensor)
-    place = box_of(tensor)
-    lengths = tuple(along.stop - along.start for along in place)
-    return TensorPart(local_part(tensor), tuple(tensor.shape), Box(tuple(along.start for along in place), lengths))
+    def call(world: int, work: Callable[[int, CheckpointStore], Any], fences: Sequence[Fence] = ()) -> list[Any]:
+        meetings = [([None] * world, threading.Barrier(world, timeout=120)) for _ in range(2)]
 
-def parts(tensors):
-    return {name: part_of(tensor) for name, tensor in tensors.items()}
-"""
+        def one_rank(rank: int) -> Any:
+            peers = iter([ThreadPeers(rank, *meeting) for meeting in meetings])
+            fence = fences[rank] if fences else no_fence
+            store = CheckpointStore(tmp_path / "run", peers, say=lambda _: None, fence=fence)  # type: ignore[arg-type]
+            try:
+                return work(rank, store)
+            finally:
+                store.close()
+
+        with ThreadPoolExecutor(world) as threads:
+            return list(threads.map(one_rank, range(world)))
+
+    return call
 
 
 @pytest.fixture
@@ -135,11 +163,7 @@ def ranks(start: Callable[..., Any], tmp_path: Path) -> Callable[..., list[str]]
         meeting = tmp_path / f"meeting-{next(meetings)}"
         processes = [start(rank, world, meeting, run, code=RANK + code + "\nos._exit(0)") for rank in range(world)]
         for process, expected in zip(processes, exits or (0,) * world, strict=True):
-            code_found = process.wait()
-            if code_found != expected:
-                for other in processes:
-                    other.signal(signal.SIGKILL)
-            assert code_found == expected, "\n".join(other.text() for other in processes)
+            assert process.wait() == expected, "\n".join(other.text() for other in processes)
         return [process.text() for process in processes]
 
     return run_ranks
@@ -159,9 +183,6 @@ class Container:
         for process in psutil.Process(self.outside.pid).children() if self.outside.poll() is None else ():
             process.kill()
         self.outside.wait()
-
-
-UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc")
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import small_config
 from zero2all.common.workspace import Workspace
-from zero2all.config import config_from_values
 from zero2all.packed.config import DataConfig
 from zero2all.packed.mixture import TrainingData, open_training_data
 from zero2all.packed.stages import Stage
@@ -16,7 +16,6 @@ from zero2all.track.writer import MetricsWriter
 from zero2all.train.saved_config import save_run_config
 
 SEQ_LEN = 32
-STEP_SAMPLES = 4
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +30,6 @@ def sharded_work(shared_work: Workspace, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def sharded(sharded_work: Workspace, tmp_path: Path) -> Workspace:
-    """A copy that may be changed."""
     shutil.copytree(sharded_work.root, tmp_path / "sharded")
     return Workspace(tmp_path / "sharded")
 
@@ -50,26 +48,13 @@ def open_data() -> Callable[..., TrainingData]:
 @pytest.fixture
 def run_folder(sharded: Workspace) -> Path:
     """The run `r` of 12 steps over it, of which 6 were logged; from step 9 on a stage of 16 tokens, Chinese only."""
-    config = config_from_values(
-        {
-            "data": {"seq_len": SEQ_LEN},
-            "schedule": {"warmup_steps": 2},
-            "stages": [{"name": "late", "from_step": 8, "mixture": {"zh": 1}, "seq_len": 16}],
-            "model": {"hidden_size": 32, "intermediate_size": 48, "heads": 2, "kv_heads": 1, "max_seq_len": 64},
-            "train": {
-                "name": "r",
-                "steps": 12,
-                "tokens_per_step": SEQ_LEN * STEP_SAMPLES,
-                "micro_batch_samples": STEP_SAMPLES,
-            },
-        },
-        "of a test",
-    )
+    late = {"name": "late", "from_step": 8, "mixture": {"zh": 1}, "seq_len": 16}
+    config = small_config([late], data={"mixture": None}, train={"name": "r", "steps": 12})
     folder = sharded.run("r")
     folder.mkdir(parents=True)
     save_run_config(config, folder)
     metrics = MetricsWriter(folder)
     for step in range(1, 7):
-        metrics.log({"loss": 5.0 - step / 10}, step, step * SEQ_LEN * STEP_SAMPLES)
+        metrics.log({"loss": 5.0 - step / 10}, step, step * config.train.tokens_per_step)
     metrics.close()
     return folder

@@ -11,17 +11,15 @@ from zero2all.config.training import GuardsConfig
 from zero2all.train.guards.detector import Detector, level_of
 
 WARMUP = 100
+FACTORS = {"loss_spike": 1.5, "loss_drop": 0.6, "grad_spike": 30}
 
 
 def clean_curve(seed: int, steps: int) -> tuple[list[float], list[float]]:
     """A power law from 10.8 to about 2, relative noise of 0.5 to 3 % with correlation between steps, and a log-normal
     gradient norm that falls and scatters by 10 to 40 %."""
     rng = np.random.default_rng(seed)
-    noise, correlation, scatter = (
-        (0.005, 0.01, 0.02, 0.03)[seed % 4],
-        (0.0, 0.3, 0.6)[seed % 3],
-        (0.1, 0.25, 0.4)[seed % 3],
-    )
+    noise = (0.005, 0.01, 0.02, 0.03)[seed % 4]
+    correlation, scatter = ((0.0, 0.1), (0.3, 0.25), (0.6, 0.4))[seed % 3]
     at = np.arange(1, steps + 1)
     errors = rng.standard_normal(steps) * noise
     for step in range(1, steps):
@@ -46,23 +44,18 @@ def test_clean_curves_of_ten_thousand_steps_give_no_alarm(curves):
     assert [alarm.text for alarm in alarms] == []
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_planted_spikes_are_found_at_their_step_and_nothing_else(seed):
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("loss_spike", 0), ("loss_spike", 3), ("loss_drop", 0), ("grad_spike", 1), ("grad_spike", 2)]
+)
+def test_planted_spikes_and_drops_are_found_at_their_step_and_nothing_else(kind, seed):
     losses, norms = clean_curve(seed, 1200)
+    assert losses[1199] < 0.4 * losses[0], "the curve itself falls far"
     planted = sorted(np.random.default_rng(seed + 50).choice(np.arange(300, 1190, 12), 10, replace=False).tolist())
     for step in planted:
-        losses[step - 1] *= 1.5
+        (norms if kind == "grad_spike" else losses)[step - 1] *= FACTORS[kind]
     found = observe_all(Detector(warmup_steps=WARMUP), losses, norms)
-    assert [(one.kind, one.step) for one in found] == [("loss_spike", step) for step in planted]
+    assert [(one.kind, one.step) for one in found] == [(kind, step) for step in planted]
     assert all(one.tokens == (one.step * 100, one.step * 100 + 100) for one in found)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_spike_of_the_gradient_alone_is_found(seed):
-    losses, norms = clean_curve(seed, 600)
-    norms[499] *= 30
-    found = observe_all(Detector(warmup_steps=WARMUP), losses, norms)
-    assert [(one.kind, one.step) for one in found] == [("grad_spike", 500)]
 
 
 def rare_rows(seed, steps, rows=16, share=0.004):
@@ -79,7 +72,7 @@ def rare_rows(seed, steps, rows=16, share=0.004):
     return losses, np.sort(losses, axis=1)[:, : rows * 3 // 4].mean(axis=1), norms
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_rows_of_rare_domains_are_no_spike_and_a_rise_of_all_rows_is_one(seed):
     rows, cores, norms = rare_rows(seed, 4000)
     losses = rows.mean(axis=1)
@@ -125,12 +118,14 @@ def test_a_state_without_core_losses_is_continued():
     assert found == observe_all(first, losses[310:], norms[310:], 311)
 
 
-def test_a_sudden_drop_is_found_and_learning_is_not():
-    losses, norms = clean_curve(3, 700)
-    assert losses[699] < 0.4 * losses[0], "the curve itself falls far"
-    losses[599] *= 0.6
-    found = observe_all(Detector(warmup_steps=WARMUP), losses, norms)
-    assert [(one.kind, one.step) for one in found] == [("loss_drop", 600)]
+def test_the_first_steps_after_a_load_are_judged_by_the_highest_loss_known_where_the_window_is_short():
+    detector = Detector()
+    observe_all(detector, [5.0, 4.0, 4.5], [1.0] * 3)
+    assert math.isinf(detector.limits(4).loss)
+    detector.distrust()
+    assert (detector.limits(4).loss, detector.limits(11).usual_loss) == (10.0, 4.5)
+    assert math.isinf(detector.limits(12).loss), "8 steps"
+    assert [one.kind for one in observe_all(detector, [10.5], [1.0], 4)] == ["loss_spike"]
 
 
 def test_noise_in_a_flat_curve_is_no_spike():
@@ -145,13 +140,11 @@ def test_nobody_is_judged_before_there_are_values_enough_or_before_from_step():
     losses = [3.0] * 250
     losses[60] = losses[150] = 30.0  # the first before min_steps, both before from_step
     losses[240] = 300.0
-    detector = Detector(GuardsConfig(spike_from_step=200))
-    assert [one.step for one in observe_all(detector, losses, [1.0] * 250)] == [241]
+    assert [one.step for one in observe_all(Detector(GuardsConfig(spike_from_step=200)), losses, [1.0] * 250)] == [241]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_spike_in_the_warmup_is_found_and_limits_there_are_wider(seed):
-    losses, norms = clean_curve(seed, 900)
+def test_a_spike_in_the_warmup_is_found_and_limits_there_are_wider():
+    losses, norms = clean_curve(2, 900)
     losses[599] *= 3.0
     norms[799] *= 300
     warming, settled = Detector(warmup_steps=1000), Detector()
@@ -167,9 +160,7 @@ def test_a_spike_in_the_warmup_is_found_and_limits_there_are_wider(seed):
 
 def test_a_spike_does_not_enter_the_window():
     losses, norms = clean_curve(1, 400)
-    spiked = [*losses]
-    for step in (300, 303, 306):
-        spiked[step] = 50.0
+    spiked = [50.0 if step in (300, 303, 306) else loss for step, loss in enumerate(losses)]
     detector, left_alone = Detector(), Detector()
     observe_all(detector, spiked, norms)
     observe_all(left_alone, losses, norms)
@@ -224,11 +215,13 @@ def test_a_level_that_stays_is_the_new_level():
 def test_another_stage_starts_with_an_empty_window():
     detector = Detector()
     observe_all(detector, [2.0 + 0.01 * (step % 5) for step in range(200)], [1.0] * 200)
+    with pytest.raises(ValueError, match="step 200 was observed after step 200"):
+        detector.observe(200, 3.0, 1.0, {}, (0, 1))
     detector.restart()
     assert observe_all(detector, [5.0 + 0.01 * (step % 5) for step in range(200)], [1.0] * 200, 201) == []
 
 
-@pytest.mark.parametrize("cut", [1, 63, 64, 127, 301, 303, 340, 399])
+@pytest.mark.parametrize("cut", [1, 64, 301, 340])
 def test_a_restored_detector_goes_on_to_the_bit(cut):
     losses, norms = clean_curve(6, 400)
     for step in (*range(300, 340), 380):
@@ -245,20 +238,10 @@ def test_a_restored_detector_goes_on_to_the_bit(cut):
     assert resumed.state() == whole.state()
 
 
-def test_steps_must_come_in_order():
-    detector = Detector()
-    detector.observe(5, 3.0, 1.0, {}, (0, 1))
-    with pytest.raises(ValueError, match="step 5 was observed after step 5"):
-        detector.observe(5, 3.0, 1.0, {}, (0, 1))
-
-
-def test_the_figures_of_a_window():
+def test_the_rule_follows_the_config_and_the_figures_of_a_window():
     level = level_of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (level.mean, level.median, level.mad) == (22.0, 3.0, 1.0)
     assert level.sigma == pytest.approx(np.std([1, 2, 3, 4, 100]))
-
-
-def test_the_rule_follows_the_config():
     losses = [3.0 + 0.01 * (step % 2) for step in range(60)]
     narrow = Detector(GuardsConfig(spike_window_steps=32, spike_sigmas=4.0, spike_from_step=50))
     assert observe_all(narrow, losses, [1.0] * 60) == []

@@ -1,6 +1,7 @@
 """All guards together, on simulated losses: what they decide is recorded, and exact over a crash."""
 
 import math
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +17,9 @@ STEP_TOKENS = 100
 CONFIG = GuardsConfig(spike_min_steps=16, rollback_after_spikes=3, skip_steps_after=2, rollback_margin_steps=2)
 
 
-class Disk:
-    """The steps of good checkpoints, of which some cannot be read."""
-
-    def __init__(self, steps=(), rotten=()):
-        self.steps, self.rotten = list(steps), rotten
-
-    def good_steps(self):
-        return self.steps
-
-    def opens(self, step):
-        return step not in self.rotten
+def disk(*steps, rotten=()):
+    """The good checkpoints, of which some cannot be read."""
+    return SimpleNamespace(good_steps=lambda: list(steps), opens=lambda step: step not in rotten)
 
 
 class Seen(NamedTuple):
@@ -48,7 +41,7 @@ def run_steps(guards, first, last, log, spikes):
         seen = at(step, 3.0 * (1 + 0.01 * np.random.default_rng(step).standard_normal()) * (2 if step in spikes else 1))
         if guards.ledger.skips(*seen.tokens):
             continue
-        found = guards.observe(seen, {"en": seen.loss}, Disk([1]))
+        found = guards.observe(seen, {"en": seen.loss}, disk(1))
         limits = guards.limits(step + 2)
         if limits.usual_grad_norm:  # with too short a window, loaded weights are judged all the same
             log.append((step, limits, [one.text for one in found.findings], type(found.action).__name__))
@@ -77,9 +70,9 @@ def test_nothing_is_decided_on_disk_once_the_run_is_lost(tmp_path):
 
     guards = RunGuards(tmp_path, CONFIG, 0, fence)
     for step in range(1, 40):
-        guards.observe(at(step), {}, Disk())
+        guards.observe(at(step), {}, disk())
     with pytest.raises(LostRunError):
-        guards.observe(at(40, 9.0), {}, Disk())
+        guards.observe(at(40, 9.0), {}, disk())
     assert not guards.folder.exists()
 
 
@@ -88,7 +81,7 @@ def test_a_rollback_keeps_what_was_decided_and_forgets_what_was_seen(tmp_path):
     state = None
     for step in range(1, 60):
         loss = 9.0 if step in (40, 41, 43) else 3.0 + 0.01 * (step % 5)
-        seen = guards.observe(at(step, loss), {}, Disk([30]))
+        seen = guards.observe(at(step, loss), {}, disk(30))
         if step == 30:
             state = guards.state()
         if isinstance(seen.action, Rollback):
@@ -97,17 +90,15 @@ def test_a_rollback_keeps_what_was_decided_and_forgets_what_was_seen(tmp_path):
     guards.restore(state, 30)
     assert guards.detector.last_step == 30
     assert [s for s in range(31, 60) if guards.ledger.skips((s - 1) * 100, s * 100)] == [40, 41, 42, 43, 44, 45]
-    on_disk = RunGuards(tmp_path, CONFIG, 0)
-    assert on_disk.ledger.entries == guards.ledger.entries
+    assert RunGuards(tmp_path, CONFIG, 0).ledger.entries == guards.ledger.entries
     assert (tmp_path / INCIDENTS_FOLDER / "skipped.json").is_file()
-    after = guards.observe(at(31), {}, Disk([30]))
-    assert isinstance(after.action, Continue)
+    assert isinstance(guards.observe(at(31), {}, disk(30)).action, Continue)
 
 
 def test_the_device_refuses_only_what_is_not_merely_logged(tmp_path):
     guards = RunGuards(tmp_path, GuardsConfig(spike_min_steps=16, grad_spike="log", loss_drop="skip"), 0)
     for step in range(1, 40):
-        guards.observe(at(step), {}, Disk())
+        guards.observe(at(step), {}, disk())
     limits, refusal = guards.limits(42), guards.refusal_limits(42)
     assert (refusal.loss, refusal.loss_low) == (limits.loss, limits.loss_low)
     assert math.isfinite(limits.grad_norm)
@@ -115,13 +106,13 @@ def test_the_device_refuses_only_what_is_not_merely_logged(tmp_path):
 
 
 def test_a_rollback_takes_the_newest_good_checkpoint_that_can_be_read_and_none_that_cannot(tmp_path):
-    def last_action(folder, disk):
-        guards = RunGuards(folder, CONFIG, 0)
+    def last_action(name, *steps, rotten=()):
+        guards = RunGuards(tmp_path / name, CONFIG, 0)
         for step in range(1, 44):
-            seen = guards.observe(at(step, 9.0 if step > 40 else 3.0), {}, disk)
+            seen = guards.observe(at(step, 9.0 if step > 40 else 3.0), {}, disk(*steps, rotten=rotten))
         assert guards.ledger.entries[-1] == seen.action.skip, "recorded once it is known"
         return seen.action
 
-    assert last_action(tmp_path / "whole", Disk([10, 20, 30])).to_step == 30
-    assert last_action(tmp_path / "older", Disk([10, 20, 30], rotten=(30, 20))).to_step == 10
-    assert isinstance(last_action(tmp_path / "none", Disk([30], rotten=(30,))), SkipWindow)
+    assert last_action("whole", 10, 20, 30).to_step == 30
+    assert last_action("older", 10, 20, 30, rotten=(30, 20)).to_step == 10
+    assert isinstance(last_action("none", 30, rotten=(30,)), SkipWindow)

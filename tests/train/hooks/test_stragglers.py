@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import threading
 import time
 from contextlib import suppress
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.train.ranks import RankStarter
-from zero2all.track.reader import read_run
+from tests.train.states import events
 from zero2all.train.hooks.stragglers import HALF, Stragglers, scores
 
 
@@ -30,7 +29,6 @@ class Log:
 
 
 def watched(paces) -> list[tuple[int, dict]]:
-    """What is reported for (steps, ranks, 2) seconds."""
     log = Log()
     pipeline = SimpleNamespace(rank=0)
     known = [("host", pipeline.rank)] * paces.shape[1]
@@ -64,8 +62,7 @@ def test_one_long_pause_and_small_differences_are_not_reported():
 
 
 def test_stages_of_a_pipeline_are_not_compared_with_each_other():
-    totals = np.tile([1.0, 1.0, 3.0, 3.0], (HALF, 1))
-    assert scores(totals, np.array([0, 0, 1, 1]))[0].tolist() == [1.0] * 4
+    assert scores(np.tile([1.0, 1.0, 3.0, 3.0], (HALF, 1)), np.array([0, 0, 1, 1]))[0].tolist() == [1.0] * 4
 
 
 @pytest.mark.slow
@@ -73,29 +70,19 @@ def test_a_rank_that_is_stopped_half_of_the_time_is_named_in_the_events(warm, wo
     ranks = RankStarter(warm, work.root, tmp_path)
     fields = {"train": {"name": "slow", "steps": 60, "tokens_per_step": 4096, "micro_batch_samples": 16}}
     launch = ranks(config(**fields, validation={"every_steps": 0, "tokens_per_source": 128}), 2)
+    slow = launch.trainers[1]
     try:
-        while not launch.steps(1):
-            time.sleep(0.02)
-        begun, ended = len(launch.steps(1)), threading.Event()
-
-        def stop_and_go() -> None:
-            with suppress(ProcessLookupError):
-                while not ended.is_set():
-                    os.kill(launch.trainers[1].pid, signal.SIGSTOP)
-                    time.sleep(0.03)
-                    os.kill(launch.trainers[1].pid, signal.SIGCONT)
-                    time.sleep(0.03)
-
-        thread = threading.Thread(target=stop_and_go)
-        thread.start()
-        codes = launch.wait()
-        ended.set()
-        thread.join()
-        assert codes == [0, 0], launch.text()
+        slow.wait_until(lambda: launch.steps(1))
+        begun = len(launch.steps(1))
+        while slow.poll() is None:
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                with suppress(ProcessLookupError):
+                    os.kill(slow.pid, number)
+                time.sleep(0.03)
+        assert launch.wait() == [0, 0], launch.text()
     finally:
         ranks.stop()
-    events = [event for event in read_run(work.run("slow")).events if event.kind == "straggler"]
-    first = events[0]
+    first = events(work.run("slow"), "straggler")[0]
     assert first.data["rank"] == 1
     assert first.step <= begun + 20 + 2
     assert 0.25 < first.data["score"] < 0.75

@@ -15,21 +15,12 @@ def logical(name, shape, kind="matrix", alternating=1):
 
 
 # Rows that do not divide evenly, fewer rows than processes, more columns than a block of the 8-bit codes.
-TABLE = {
-    one.name: one
-    for one in (
-        logical("table", (11, 4), "embedding"),
-        logical("norm", (5,), "norm"),
-        logical("q", (9, 300)),
-        logical("thin", (1, 6)),
-        logical("pairs", (10, 6), alternating=2),
-        logical("experts", (3, 4, 5)),
-        logical("out", (7, 5)),
-        logical("out2", (7, 5)),
-        logical("bias", (7,), "bias"),
-        logical("head", (11, 4), "head"),
-    )
-}
+PARAMETERS = (
+    *(logical("table", (11, 4), "embedding"), logical("norm", (5,), "norm"), logical("q", (9, 300))),
+    *(logical("thin", (1, 6)), logical("pairs", (10, 6), alternating=2), logical("experts", (3, 4, 5))),
+    *(logical("out", (7, 5)), logical("out2", (7, 5)), logical("bias", (7,), "bias"), logical("head", (11, 4), "head")),
+)
+TABLE = {one.name: one for one in PARAMETERS}
 
 
 def drawn(step, dtype=torch.float32, table=TABLE):
