@@ -71,7 +71,7 @@ def test_a_calibration_is_a_profile_that_predicts(config):
     assert json.dumps(seen.as_json())
 
 
-def test_a_config_with_muon_is_calibrated_with_adamw_whose_update_predictions_know(config, threads, monkeypatch):
+def test_a_config_with_muon_is_calibrated_with_adamw_whose_update_predictions_know(config, monkeypatch):
     def steps(settings, store, *_):
         seen.extend(each.config.optim.kind for each in settings)
         return [], len(store.figures)

@@ -85,7 +85,7 @@ def test_tables_are_at_most_100_columns_wide_and_need_no_workspace(z2a, tmp_path
             ["make 16, which is not a multiple of it", "parallel.zero 2 does not work with parallel.pipeline 2"],
         ),
         (  # problems of fields and of the layout together, blamed on the command line
-            "--parallel.processes 8 --data.seq_len 2047 --parallel.context 8",
+            "--parallel.processes 8 --data.seq_len 2047 --parallel.context 8 --train.tokens_per_step 524288",
             [
                 *("The command line has 1 problem", "a multiple of data.seq_len (2047)"),
                 *("data.seq_len 2047 is not a multiple of 8", "Set data.seq_len to 2048."),
