@@ -1,8 +1,8 @@
 """Training steps with one thing changed at a time: speed and memory of each beside `all-fused`, the config as it is.
 
     python benchmarks/ablate.py --list
-    python benchmarks/ablate.py z2all-1b --batch 2x2048x16,16x2048x4 --out ablation
-    python benchmarks/ablate.py z2all-1b --rows all-fused,fp8 --seconds 30 -- --train.precision bfloat16
+    python benchmarks/ablate.py --batch 2x2048x16,16x2048x4 --out ablation   z2all-1b with AdamW
+    python benchmarks/ablate.py --rows all-fused,fp8 --seconds 30 -- --train.precision bfloat16
 
 A row is the same config with other fields. Each runs in its own process (`zero2all.measure.child`: steps of the trainer
 on random tokens) and is in `results.jsonl` before the next begins; the same command measures what is missing. One that
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import environment
+from benchmarks.machine import BILLION, environment
 from zero2all.cli.table import print_table
 from zero2all.common.files import write_atomic
 from zero2all.common.jsonio import append_line, whole_lines
@@ -227,7 +227,7 @@ def main() -> None:
     words = sys.argv[1:]
     border = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default="z2all-1b", help="a preset or the path of a YAML file")
+    parser.add_argument("config", nargs="?", default=BILLION, help="a preset or the path of a YAML file")
     parser.add_argument("--list", action="store_true", help="show the rows and stop")
     parser.add_argument("--rows", help="only these, with commas between (default: all)")
     parser.add_argument("--batch", help="SAMPLESxSEQUENCExPASSES,… (default: the config's own)")

@@ -1,8 +1,8 @@
 """Is this checkout as fast as an earlier one? Training steps and decoding of both, by turns: A B A, on one machine.
 
     git worktree add /tmp/before 79f530b8
-    python benchmarks/before_after.py /tmp/before                                       z2all-1b on a GPU, 4 minutes
-    python benchmarks/before_after.py /tmp/before --config quickstart --batch 8x256x1   anywhere
+    python benchmarks/before_after.py /tmp/before                               z2all-1b with AdamW, 4 minutes
+    python benchmarks/before_after.py /tmp/before --config quickstart --batch 8x256x1    anywhere
 
 Every measurement is a process of its own, which imports the package of its checkout. Training: the trainer's own step
 on random tokens, in bfloat16 (float32 without a GPU) and, where the GPU has it, with float8 linear layers. Decoding: a
@@ -29,7 +29,7 @@ def main() -> None:
     """Measure by turns, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, nargs="?", help="the earlier checkout")
-    parser.add_argument("--config", default="z2all-1b")
+    parser.add_argument("--config", default=str(HERE / "benchmarks/z2all-1b-adamw.yaml"))
     parser.add_argument("--batch", default="16x2048x4", help="samples a pass x tokens x passes a step")
     parser.add_argument("--seconds", type=float, default=9.0, help="of each measurement of training")
     parser.add_argument("--new", type=int, default=256, help="tokens to decode")

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.common.progress import say, show_log
 from zero2all.estimate.floors import linear_shapes
 from zero2all.infer.cache import BLOCK
@@ -165,7 +165,7 @@ def show(title: str, lines: list[dict[str, Any]]) -> None:
 def main() -> None:
     """Measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="z2all-1b")
+    parser.add_argument("--config", default=BILLION)
     parser.add_argument("--only", help=f"some of {','.join((*AROUND, 'attention'))}")
     parser.add_argument("--inputs", default="1,16", help="rows of input of the products; 64: is cuBLAS faster?")
     parser.add_argument("--weights", default="bfloat16,int8")

@@ -1,13 +1,13 @@
 """What DiLoCo costs between two synchronisations: two groups of two NCCL ranks on one GPU.
 
-    python benchmarks/diloco_step.py --work quickstart                     z2all-1b: minutes on an H200
+    python benchmarks/diloco_step.py --work quickstart                     z2all-1b with AdamW: minutes on an H200
     python benchmarks/diloco_step.py --work W --config quickstart --device cpu         a trial without a GPU
 
 WORK is a workspace with packed data. The same four processes train twice in turn: as two runs that know nothing of each
 other, and as two groups with streaming. Ranks of one card claim different hosts, so NCCL joins them by sockets.
 Compared are inner steps: those in which no fragment is sent or comes back. Also printed: the others, and the most
 memory of the device (the outer state is on the host). The processes are killed after the last measured step: four
-final checkpoints of z2all-1b would need 90 GB of disk.
+final checkpoints of it would need 90 GB of disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.diloco_two_machines import workspace_beside
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.config import load_config
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.fragments import Clock
@@ -42,7 +42,7 @@ def main() -> int:
     """Measure in turn, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a workspace with packed data")
-    parser.add_argument("--config", default="z2all-1b")
+    parser.add_argument("--config", default=BILLION)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=32768, help="of a step of one group (default 32768)")

@@ -2,7 +2,7 @@
 
     python benchmarks/eval_harness.py --work quickstart      the trained quickstart run: log-likelihoods and speed; then
                                                              the speed of z2all-100m (CPU) or z2all-1b (GPU)
-    python benchmarks/eval_harness.py --work quickstart --config z2all-1b --only speed --items 200
+    python benchmarks/eval_harness.py --work quickstart --only speed --items 200
 
 Requests are 5-shot multiple choice with options of several tokens, of our own making: facts and sums of the
 quickstart's world in Chinese and English, and lines of Python's own library. The five examples are the same for all
@@ -42,7 +42,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 from benchmarks.generate import random_model
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.common.progress import say, show_log
 from zero2all.common.workspace import open_workspace
 from zero2all.evals.forms import Shots, cloze
@@ -56,7 +56,7 @@ from zero2all.parallel.device import pick_device
 from zero2all.predict.batch import load_measured_config
 from zero2all.quickstart.world import documents, probes
 
-CONFIGS = {"cuda": "z2all-1b", "cpu": "z2all-100m"}
+CONFIGS = {"cuda": BILLION, "cpu": "z2all-100m"}
 ITEMS = {"cuda": 400, "cpu": 12}
 """Items of the larger config."""
 BATCHES = {"cuda": (16, 64, 128), "cpu": (1, 8)}

@@ -1,6 +1,6 @@
 """How fast fine-tuning is: against pretraining, the engine alone, transformers' generate and trl.
 
-    python benchmarks/finetune_speed.py                    all parts, z2all-1b on one GPU (about 4 minutes of an H200)
+    python benchmarks/finetune_speed.py                    all parts, z2all-1b with AdamW on an H200 (4 minutes)
     python benchmarks/finetune_speed.py sft grpo           some of them
     python benchmarks/finetune_speed.py --small            the same with a tiny model, on a CPU too; nothing is saved
 
@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from benchmarks.generate import ours, random_model
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import open_workspace
 from zero2all.config import RunConfig, load_config
@@ -113,7 +113,7 @@ class Bench:
         words += ["--data.document_mask=true", "--schedule.warmup_steps=1", *self.size.overrides]
         if self.device.type == "cpu":
             words.append("--train.precision=float32")
-        return load_config("z2all-1b", words)
+        return load_config(BILLION, words)
 
     @functools.cached_property
     def texts(self) -> tuple[list[str], Path]:

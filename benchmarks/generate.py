@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.machine import machine, save_result
+from benchmarks.machine import BILLION, machine, save_result
 from zero2all.common.progress import say, show_log
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
@@ -47,7 +47,7 @@ from zero2all.tokenizer.load import Tokenizer
 
 OURS, INT8, DYNAMIC, STATIC = "ours", "int8", "dynamic", "static"
 KINDS = {"cuda": (OURS, DYNAMIC, STATIC, INT8), "cpu": (OURS, DYNAMIC, INT8)}
-CONFIGS = {"cuda": ("z2all-1b",), "cpu": ("quickstart", "z2all-100m")}
+CONFIGS = {"cuda": (BILLION,), "cpu": ("quickstart", "z2all-100m")}
 BATCHES = {"cuda": (1, 64, 256), "cpu": (1, 8)}
 LENGTHS = {"cuda": (128, 256), "cpu": (64, 48)}
 """Tokens of a prompt and of an answer."""

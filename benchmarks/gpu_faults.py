@@ -1,7 +1,7 @@
 """Faults of runs on one GPU: what the page says, and the seconds until the next step.
 
-    python benchmarks/gpu_faults.py --work quickstart               z2all-1b: kill, kill in a save, out of memory,
-                                                                    assert, hung kernel
+    python benchmarks/gpu_faults.py --work quickstart               z2all-1b with AdamW: kill, kill in a save,
+                                                                    out of memory, assert, hung kernel
     python benchmarks/gpu_faults.py --work quickstart --ranks 4     z2all-100m in four NCCL ranks on the one card:
                                                                     kill, SIGSTOP, a collective that one rank skips
     python benchmarks/gpu_faults.py --work W --config quickstart --device cpu --ranks 2         a trial without a GPU
@@ -27,7 +27,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.common.fault import FAULTS
 from zero2all.resilience.chaos import PlannedFault, happened, install_plan
 from zero2all.resilience.slots import remove
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--faults", help="some of them, separated by commas")
     parser.add_argument("words", nargs="*", help="more words for z2a train, after --")
     arguments = parser.parse_args()
-    arguments.config = arguments.config or ("z2all-1b" if arguments.ranks == 1 else "z2all-100m")
+    arguments.config = arguments.config or (BILLION if arguments.ranks == 1 else "z2all-100m")
     kinds = ALONE[arguments.device] if arguments.ranks == 1 else TOGETHER
     kinds = tuple(arguments.faults.split(",")) if arguments.faults else kinds
     rows = faulty_run(arguments, kinds)

@@ -3,8 +3,8 @@
     python benchmarks/gpu_ranks.py --ranks 2,4            4 layers of z2all-100m, 12 steps each: minutes on an H200
     python benchmarks/gpu_ranks.py --ranks 2 --only ZeRO-1
     python benchmarks/gpu_ranks.py --axes --ranks 2,4,8 --result gpu_axes      tensor, pipeline, context, experts
-    python benchmarks/gpu_ranks.py --axes --ranks 2,4 --config z2all-1b --batch 4x2048x8 --only pipeline \
-        --result gpu_pipeline_ranks --model.layers 8      peaks of every rank beside the estimate of its own stage
+    python benchmarks/gpu_ranks.py --axes --ranks 2,4 --config benchmarks/z2all-1b-adamw.yaml --batch 4x2048x8 \
+        --only pipeline --result gpu_pipeline_ranks --model.layers 8      peaks of every rank beside its estimate
 
 NCCL refuses two ranks on one card only when they claim the same host, so each process gets a host id of its own and
 they are joined by sockets: a slow link, on which overlap shows. Losses are compared step by step with those of one

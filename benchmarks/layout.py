@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.machine import environment, save_result
+from benchmarks.machine import BILLION, environment, save_result
 from zero2all.common.progress import say, show_log
 from zero2all.config import RunConfig
 from zero2all.measure.clock import seconds_of
@@ -116,7 +116,7 @@ class Layout:
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="z2all-1b", help="a preset or the path of a YAML file")
+    parser.add_argument("--config", default=BILLION, help="a preset or the path of a YAML file")
     parser.add_argument("--batch", default=None, help="SAMPLESxSEQUENCExANY (default: the config's own micro-batch)")
     parser.add_argument("--seconds", type=float, default=1.0, help="least seconds per figure (default 1)")
     parser.add_argument("--no-save", action="store_true", help="leave benchmarks/results alone")

@@ -13,6 +13,9 @@ from zero2all.common.files import write_json
 from zero2all.measure.doctor.finding import output_of
 
 RESULTS = Path(__file__).parent / "results"
+BILLION = os.path.relpath(Path(__file__).with_name("z2all-1b-adamw.yaml"))
+"""The preset z2all-1b as it was until 19 November 2026: AdamW, no norms of queries, keys and the embedding. The figures
+of "z2all-1b" in docs/ and results/ were measured with it, and are measured again with it."""
 GPU_PACKAGES = ("torch", "triton", "liger-kernel", "flash-attn-4", "quack-kernels")
 PACKAGES = ("zero2all", "torch", "triton", "numpy", "tokenizers", "pyarrow", "orjson")
 

@@ -1,6 +1,6 @@
 """Checkpoints in memory on a GPU: what a save costs the loop, and how fast a killed run trains again.
 
-    python benchmarks/memory_checkpoint.py --work quickstart        z2all-1b, some minutes on an H200
+    python benchmarks/memory_checkpoint.py --work quickstart        z2all-1b with AdamW, some minutes on an H200
 
 WORK is a workspace with packed data. Three runs of the config: without memory checkpoints, with one every 10 steps, and
 one that is killed (SIGKILL) and started again. Needs 3 times 12 bytes per parameter of host memory, two thirds of it in
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.resilience.slots import remove
 
 EVERY, WARM_STEPS, STEPS = 10, 5, 32
@@ -31,7 +31,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--config", default="z2all-1b")
+    parser.add_argument("--config", default=BILLION)
     parser.add_argument("words", nargs="*", help="more words for z2a train, after --")
     arguments = parser.parse_args()
     results: dict[str, Any] = {"config": arguments.config, "every_steps": EVERY}

@@ -1,6 +1,6 @@
 """Each operator and implementation alone: time, share of the floor, error against float64.
 
-    python benchmarks/operators.py                                      z2all-1b on a GPU
+    python benchmarks/operators.py                                      z2all-1b with AdamW, on a GPU
     python benchmarks/operators.py --only rms_norm --json norm.json     one operator
     python benchmarks/operators.py --config quickstart --rows 512       on a CPU
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.machine import BILLION
 from zero2all.cli.table import print_table
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
@@ -284,7 +285,7 @@ def bench_cells(bench: Bench) -> list[list[str]]:
 def main() -> None:
     """Measure and print; the file of --json has what was found after every operator."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="z2all-1b", help="a preset or the path of a YAML file")
+    parser.add_argument("--config", default=BILLION, help="a preset or the path of a YAML file")
     parser.add_argument("--rows", type=int, help="tokens (default: a micro-batch; few on a CPU)")
     parser.add_argument("--only", help="one operator: rms_norm, linear/qkv, …")
     parser.add_argument("--seconds", type=float, default=0.2, help="at least, for each figure")

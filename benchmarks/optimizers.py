@@ -1,7 +1,7 @@
 """Optimizers: what does each cost, in bytes a parameter and in milliseconds a step?
 
     python benchmarks/optimizers.py                                  the table, for a model that suits this device
-    python benchmarks/optimizers.py --config z2all-1b --compiled     another model, formulas as compiled kernels
+    python benchmarks/optimizers.py --config z2all-100m --compiled     another model, formulas as compiled kernels
     python benchmarks/optimizers.py --save                           also benchmarks/results/optimizers.json
     python benchmarks/optimizers.py --muon                           Muon's update, part by part, at two sizes
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import machine, save_result
+from benchmarks.machine import BILLION, machine, save_result
 from zero2all.config import load_config
 from zero2all.config.training import MuonConfig, OptimConfig
 from zero2all.model.config import ModelConfig
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write the results file")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = arguments.config or ("z2all-1b" if device.type == "cuda" else None)
+    name = arguments.config or (BILLION if device.type == "cuda" else None)
     config = SMALL if name is None else load_config(name).model
     if config.vocab_size is None:
         config = dataclasses.replace(config, vocab_size=SMALL.vocab_size)

@@ -1,6 +1,6 @@
 """The same model and batch through Hugging Face and through zero2all, one after the other in one process.
 
-    python benchmarks/peers.py                       z2all-1b on one GPU, 30 s each: about ten minutes
+    python benchmarks/peers.py                       z2all-1b with AdamW on one GPU, 30 s each: about ten minutes
     python benchmarks/peers.py --list                what would run, and what is skipped and why
     python benchmarks/peers.py --only ours,liger     some of it
 
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from benchmarks.machine import environment, machine, save_result
+from benchmarks.machine import BILLION, environment, machine, save_result
 from zero2all.common.errors import is_out_of_memory
 from zero2all.common.files import write_json
 from zero2all.common.progress import say, show_log
@@ -101,7 +101,7 @@ def why_not(entry: Entry, device: torch.device) -> str | None:
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="z2all-1b", help="a preset or the path of a YAML file")
+    parser.add_argument("--config", default=BILLION, help="a preset or the path of a YAML file")
     parser.add_argument("--batch", default=None, help="SAMPLESxSEQUENCExACCUMULATION (default: the config's own)")
     parser.add_argument("--seconds", type=float, default=30.0, help="least steady state of each (default 30)")
     parser.add_argument("--warm-up-seconds", type=float, default=5.0, help="least time before that (default 5)")

@@ -1,6 +1,6 @@
 """Predictions against measurements: configurations that the calibration never saw, each run for a few steps.
 
-    z2a perf calibrate z2all-1b z2all-moe --seconds 170        once, on the same machine
+    z2a perf calibrate benchmarks/z2all-1b-adamw.yaml z2all-moe --seconds 170        once, on the same machine
     python benchmarks/predict.py --json predict.json --budget-seconds 280
     python benchmarks/predict.py --cpu                         small ones, on a CPU
 
@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import machine
+from benchmarks.machine import BILLION, machine
 from zero2all.cli.table import print_table
 from zero2all.common.files import write_json
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY
@@ -58,30 +58,30 @@ MOE = (
 LONG = "model.max_seq_len=8192"
 
 CASES = (
-    Case("1b, micro-batch 4", "z2all-1b", "4x2048x6"),
-    Case("1b, micro-batch 12", "z2all-1b", "12x2048x2"),
+    Case("1b, micro-batch 4", BILLION, "4x2048x6"),
+    Case("1b, micro-batch 12", BILLION, "12x2048x2"),
     Case("100m", "z2all-100m", "32x2048x4"),
-    Case("3b", "z2all-1b", "6x2048x2", B3),
+    Case("3b", BILLION, "6x2048x2", B3),
     Case("moe", "z2all-moe", "12x2048x3"),
-    Case("1b, full recompute", "z2all-1b", "24x2048x1", "train.recompute=full"),
-    Case("1b, float8", "z2all-1b", "12x2048x2", "ops.linear=fp8"),
-    Case("8b, full recompute", "z2all-1b", "2x2048x2", f"{B8} train.recompute=full"),
-    Case("1b, selective recompute", "z2all-1b", "20x2048x1", "train.recompute=selective"),
-    Case("350m", "z2all-1b", "24x2048x2", M350),
-    Case("1b, sequences of 8192", "z2all-1b", "3x8192x2", LONG),
-    Case("1b, no FA4, no QuACK", "z2all-1b", "12x2048x2",
+    Case("1b, full recompute", BILLION, "24x2048x1", "train.recompute=full"),
+    Case("1b, float8", BILLION, "12x2048x2", "ops.linear=fp8"),
+    Case("8b, full recompute", BILLION, "2x2048x2", f"{B8} train.recompute=full"),
+    Case("1b, selective recompute", BILLION, "20x2048x1", "train.recompute=selective"),
+    Case("350m", BILLION, "24x2048x2", M350),
+    Case("1b, sequences of 8192", BILLION, "3x8192x2", LONG),
+    Case("1b, no FA4, no QuACK", BILLION, "12x2048x2",
          "ops.attention=sdpa_cudnn ops.swiglu=triton ops.linear_cross_entropy=triton ops.rope=triton"),
-    Case("3b, optimizer offload", "z2all-1b", "6x2048x4", f"{B3} parallel.offload=optimizer"),
+    Case("3b, optimizer offload", BILLION, "6x2048x4", f"{B3} parallel.offload=optimizer"),
     Case("larger moe", "z2all-moe", "12x2048x3", MOE),
     Case("100m, micro-batch 8 of 1024", "z2all-100m", "8x1024x16"),
-    Case("3b, full recompute", "z2all-1b", "16x2048x1", f"{B3} train.recompute=full"),
-    Case("1b, every 2nd block recomputed", "z2all-1b", "20x2048x1",
+    Case("3b, full recompute", BILLION, "16x2048x1", f"{B3} train.recompute=full"),
+    Case("1b, every 2nd block recomputed", BILLION, "20x2048x1",
          "train.recompute=every_n train.recompute_every=2"),
     Case("moe, full recompute", "z2all-moe", "24x2048x2", "train.recompute=full"),
-    Case("3b, float8", "z2all-1b", "6x2048x2", f"{B3} ops.linear=fp8"),
-    Case("1b, plain linear layers", "z2all-1b", "12x2048x2", "ops.linear=plain"),
-    Case("1b, no CUDA graph", "z2all-1b", "1x2048x8", "train.cuda_graph=off"),
-    Case("1b, CUDA graph", "z2all-1b", "1x2048x8", "train.cuda_graph=on"),
+    Case("3b, float8", BILLION, "6x2048x2", f"{B3} ops.linear=fp8"),
+    Case("1b, plain linear layers", BILLION, "12x2048x2", "ops.linear=plain"),
+    Case("1b, no CUDA graph", BILLION, "1x2048x8", "train.cuda_graph=off"),
+    Case("1b, CUDA graph", BILLION, "1x2048x8", "train.cuda_graph=on"),
 )  # fmt: skip
 CPU = "train.precision=float32"
 CPU_CASES = (

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.ablate import NAIVE
-from benchmarks.machine import environment, save_result
+from benchmarks.machine import BILLION, environment, save_result
 from zero2all.track.reader import read_run
 
 AUTO: dict[str, str] = {}
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a workspace with packed data")
     parser.add_argument("--against", choices=COMPARISONS, required=True)
-    parser.add_argument("--config", default="z2all-1b", help="a preset or the path of a YAML file")
+    parser.add_argument("--config", default=BILLION, help="a preset or the path of a YAML file")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tokens-per-step", type=int)
     parser.add_argument("--micro-batch", type=int, help="samples a pass")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 from zero2all.measure.child import MEASURED
 from zero2all.measure.verify import ShortRun, run_apart
 from zero2all.predict.batch import parse_batch
@@ -46,7 +46,7 @@ def main() -> None:
     print(f"batch {batch}\n{'case':20} {'tokens/s':>10} {'peak GiB':>10} {'step s':>8}")
     for name, words in CASES.items():
         limit = 600.0 if arguments.tiny else 60.0
-        found = run_apart("z2all-1b", [*model, *words], ShortRun(batch, arguments.seconds, limit, anatomy=False))
+        found = run_apart(BILLION, [*model, *words], ShortRun(batch, arguments.seconds, limit, anatomy=False))
         kept = ("status", "reason", "step_seconds", "noise", "peak_bytes", "device")
         rows[name] = {key: found.get(key) for key in kept}
         if found["status"] != MEASURED:

@@ -1,6 +1,6 @@
 """What the trainer costs beside the bare step, and what a checkpoint costs beside the trainer. For one GPU.
 
-    python benchmarks/trainer.py --work WORKSPACE                       z2all-1b on the packed data there
+    python benchmarks/trainer.py --work WORKSPACE                       z2all-1b with AdamW, on the packed data there
     python benchmarks/trainer.py --work WORKSPACE --config quickstart   any other config
 
 A/B/A: the bare step (`zero2all.measure.child`, random tokens), then `z2a train` on packed data, then the
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.machine import save_result
+from benchmarks.machine import BILLION, save_result
 
 RUN = "benchmark-trainer"
 FIRST_STEPS = 5
@@ -34,7 +34,7 @@ def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a workspace with packed data")
-    parser.add_argument("--config", default="z2all-1b", help="a preset or the path of a YAML file")
+    parser.add_argument("--config", default=BILLION, help="a preset or the path of a YAML file")
     parser.add_argument("--batch", default="16x2048x4", help="samples a pass x tokens x passes a step")
     parser.add_argument("--steps", type=int, default=30, help="of the trainer")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each bare measurement")

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from zero2all.config import ConfigError, config_yaml, find_config, load_config, preset_files
+from zero2all.config import ConfigError, config_yaml, find_config, load_config, load_with_rules, preset_files
+from zero2all.config.rules import RULED
 from zero2all.config.schedule import learning_rate
 from zero2all.model.config import ModelConfig, parameter_counts
+from zero2all.parallel.check import check_spread
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -36,10 +38,21 @@ def test_the_reference_run_has_the_reference_schedule():
     assert rates == pytest.approx([3e-4, 3e-5, 3e-5, 3e-5])
 
 
+def test_the_1b_preset_trains_with_muon_by_rule_in_steps_that_usual_layouts_share():
+    config, filled = load_with_rules("z2all-1b")
+    assert (config.optim.kind, config.train.tokens, config.train.steps) == ("muon", 21_000_000_000, 20_027)
+    assert config.samples_per_step == 512 == 32 * config.train.micro_batch_samples
+    assert {*RULED, "train.steps", "stages"} == {each.name for each in filled}
+    for processes in (1, 2, 4, 8, 16, 32):
+        check_spread(config, processes)
+
+
 def test_the_reference_model_has_the_reference_shape_and_1255_5_million_parameters():
     config = load_config("z2all-1b")
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "layers": 22, "heads": 32, "kv_heads": 8, "head_dim": None}
-    sizes |= {"max_seq_len": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "init_std": 0.02}
+    sizes |= {"max_seq_len": 2048, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+    sizes |= {"qk_norm": True, "embedding_norm": True, "init_std": None, "init_residual": "zero"}
+    sizes |= {"init_embedding_std": 0.8, "init_head_std": 0.001}
     plain = {"attention_bias": "none", "mlp_bias": False, "tied_embeddings": False, "fp32_residual": False}
     plain |= dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.0)
     assert config.model == ModelConfig(vocab_size=64320, **sizes, **plain)
@@ -57,7 +70,7 @@ def test_the_warmup_of_a_preset_gives_way_where_a_run_has_fewer_steps():
     for steps, kind in ((1, "cosine"), (5, "wsd"), (19, "cosine")):
         config = load_config("quickstart", ["--train.steps", str(steps), "--schedule.kind", kind])
         assert (config.train.steps, config.schedule.warmup_steps) == (steps, 1)
-    assert load_config("z2all-1b", ["--train.steps=1000"]).schedule.warmup_steps == 50
+    assert load_config("z2all-moe", ["--train.steps=240"]).schedule.warmup_steps == 10
     assert load_config("quickstart", ["--train.steps", "20"]).schedule.warmup_steps == 20, "it fits"
 
 

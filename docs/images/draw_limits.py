@@ -41,7 +41,7 @@ def phases(_: Example, theme: Theme) -> Canvas:
         theme,
         508,
         "Peak = what is there all the time + the worst phase",
-        f"{LARGE_MODEL}, 16 x 2,048 tokens a pass, bfloat16 with AdamW, one GPU. Computed: `z2a perf memory`.",
+        "1.26 B parameters, 16 x 2,048 tokens a pass, bfloat16 with AdamW, one GPU. Computed: `z2a perf memory`.",
     )
     left, scale = MARGIN + 142.0, (WIDTH - 2 * MARGIN - 142.0) / WIDEST_GIB
     for card, name in (("a100-40g", "A100, 40 GB"), ("h100", "H100, 80 GB")):

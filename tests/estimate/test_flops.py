@@ -1,6 +1,7 @@
 """The three FLOPs conventions and MFU against the reference figures; FLOPs against torch's own counter."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from zero2all.model.config import ModelConfig
 
 @pytest.fixture(scope="module")
 def reference() -> ModelConfig:
-    return load_config("z2all-1b").model
+    return load_config(str(Path(__file__).parents[2] / "benchmarks/z2all-1b-adamw.yaml")).model
 
 
 def test_conventions_give_the_reference_figures_of_the_1b_model(reference):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zero2all.common.errors import BadInputError
+from zero2all.config.training import OptimConfig
 from zero2all.estimate.machine import TimeCurve, named_cluster, read_machine, write_machine
 from zero2all.measure import calibrate as module
 from zero2all.measure import machine_profiles as profiles
@@ -68,6 +69,18 @@ def test_a_calibration_is_a_profile_that_predicts(config):
     assert sum(seen.components.values()) == pytest.approx(seen.step.estimate)
     assert (seen.fits, seen.cost) == (True, None)
     assert json.dumps(seen.as_json())
+
+
+def test_a_config_with_muon_is_calibrated_with_adamw_whose_update_predictions_know(config, monkeypatch):
+    def steps(settings, store, *_):
+        seen.extend(each.config.optim.kind for each in settings)
+        return [], len(store.figures)
+
+    seen: list[str] = []
+    monkeypatch.setattr(module, "_measure_all", steps)
+    with pytest.raises(KeyError, match="launch"):  # nothing was measured
+        calibrate([(dataclasses.replace(config, optim=OptimConfig(kind)), BATCH) for kind in ("muon", "adamw")], 60.0)
+    assert seen == ["adamw", "adamw"]
 
 
 def test_a_figure_that_cannot_be_measured_does_not_cost_the_others(config, monkeypatch):

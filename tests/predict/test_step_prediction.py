@@ -58,10 +58,10 @@ def test_more_gpus_have_more_tokens_a_second_and_less_memory_with_zero():
 
 
 def test_the_tokens_of_a_step_are_those_of_the_config_however_many_processes_share_them(z2a):
-    for gpus, batch in ((1, "16x2048x16"), (7, "16x2048x3"), (64, "4x2048x1")):
+    for gpus, batch in ((1, "16x2048x32"), (7, "16x2048x5"), (64, "8x2048x1")):
         words = ["perf", "predict", "z2all-1b", "--cluster", "h100", "--gpus", gpus, "--parallel.zero", "3"]
         found = json.loads(z2a.done(*words, "--json", "-"))
-        assert (found["tokens_per_step"], found["steps"], found["batch"]) == (524288, 40000, batch)
+        assert (found["tokens_per_step"], found["steps"], found["batch"]) == (1048576, 20027, batch)
     config, _ = load_measured_config("z2all-1b", [])
     of_batch = prediction_for(config, BatchShape(4, 2048, 1), PredictionTarget("h100", gpus=64))
     assert of_batch.step.tokens == 64 * 4 * 2048  # a batch that is given is that of each process

@@ -23,7 +23,7 @@ import torch
 from zero2all.common.errors import BadInputError, is_out_of_memory
 from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.progress import human_seconds, say
-from zero2all.config import RunConfig
+from zero2all.config.training import OptimConfig, RunConfig
 from zero2all.estimate.floors import optimizer_work
 from zero2all.estimate.flops import peak_flops
 from zero2all.estimate.kernel_groups import ATTENTION, GEMM
@@ -84,7 +84,7 @@ class Calibration:
 def calibrate(
     configs: list[tuple[RunConfig, BatchShape]], most_seconds: float, again: bool = False, path: Path | None = None
 ) -> Calibration:
-    """Measure for at most `most_seconds`; figures that are known are kept, unless `again`."""
+    """Measure for at most `most_seconds`, with AdamW, whose update is predicted. Known figures stay unless `again`."""
     started = time.perf_counter()
     config = configs[0][0]
     set_cpu_threads(config.parallel.cpu_threads, None)
@@ -94,7 +94,7 @@ def calibrate(
     store = FigureStore(path.with_suffix(".figures.jsonl"), key, again)
     settings = [
         Setting(each, resolve(each.ops, dataclasses.replace(context_here(each), seq_len=batch.seq_len)), batch, device)
-        for each, batch in configs
+        for each, batch in [(dataclasses.replace(one, optim=OptimConfig()), batch) for one, batch in configs]
     ]
     say(f"calibrate: {key['device']}: at most {human_seconds(most_seconds)}; figures go to {store.path}")
     with watched_gpu(device) as gpu:
