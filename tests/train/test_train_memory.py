@@ -157,8 +157,7 @@ def spoil(lab) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("processes", "before", "killed"),
-    [(1, "clean", False), (1, "nothing", True), (1, "damaged", False), TWO_PROCESSES],
+    ("processes", "before", "killed"), [(1, "clean", False), (1, "nothing", True), (1, "damaged", False), TWO_PROCESSES]
 )
 def test_what_was_trained_on_a_damaged_shard_comes_back_from_nowhere(
     ranks, lab, config, ram, whole, processes, before, killed
