@@ -43,7 +43,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 @verb("""
-    import: start a run from a Hugging Face Llama or Qwen2 folder
+    import: start a run from a Hugging Face folder of a Llama or Qwen model
 
     folder FOLDER:path    the Hugging Face folder, on this machine
     --work
