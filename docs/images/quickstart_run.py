@@ -50,7 +50,7 @@ def printed_lines(log: list[str]) -> list[str]:
     stages = [line for line in log[first:done] if STAGE.fullmatch(line) and not line.startswith(LEFT_OUT)]
     (work,) = (line.removeprefix("In ").partition(":")[0] for line in log if line.startswith("In /"))
     lines = [*stages, "…", *log[done:]]
-    lines = [re.sub(r"(?<=^  )\S+(?= (generate|board|train))", f"{HOME}/.venv/bin/z2a", line) for line in lines]
+    lines = [re.sub(r"(?<=^  )\S+(?= (chat|generate|board|train))", f"{HOME}/.venv/bin/z2a", line) for line in lines]
     return [line.replace(work, f"{HOME}/quickstart") for line in lines]
 
 
