@@ -230,7 +230,11 @@ def test_a_call_is_answered_and_the_model_goes_on_from_its_own_ids(bigram, talk_
     talk = talk_to(bigram(logits, 1024), "template")
     talk.conversation.tools, talk.max_new_tokens = [TOOLS["calculator"].spec], 300
     prompts, submit = [], talk.service.submit
-    keep = lambda request, deliver: (prompts.append(request.prompt), submit(request, deliver))[1]  # noqa: E731
+
+    def keep(request, deliver):
+        prompts.append(request.prompt)
+        return submit(request, deliver)
+
     monkeypatch.setattr(talk.service, "submit", keep)
     saying(talk.service, f"<think>\nI ask.\n</think>\n\nWell\n{CALL}", "It is 42.", "Rome")
     talk._say("6 * 7?")
