@@ -47,11 +47,29 @@ def learning_rate(
     anneal: AnnealConfig | None = None,
 ) -> float:
     """The rate of step `step` (the first is 0) in a run of `steps`; a run that goes on keeps its last rate."""
-    if anneal is None or step < anneal.from_step:
+    if anneal is None:
         return _scheduled(step, steps, lr_max, config, stages)
-    start = _scheduled(max(0, anneal.from_step - 1), steps, lr_max, config, stages)
-    done = min(1.0, (step - anneal.from_step + 1) / anneal.steps)
-    return start * (anneal.to_share + (1 - anneal.to_share) * _fall(anneal.shape, done))
+    if step < anneal.from_step:
+        return learning_rate(step, steps, lr_max, config, stages, anneal.before)
+    start = learning_rate(max(0, anneal.from_step - 1), steps, lr_max, config, stages, anneal.before)
+    low = start * anneal.to_share
+    if anneal.before is not None:  # of the rate before the first of them
+        low = min(start, anneal.to_share * _rate_before(steps, lr_max, config, stages, anneal.before))
+    return low + (start - low) * _fall(anneal.shape, _share_done(step, anneal))
+
+
+def _rate_before(
+    steps: int, lr_max: float, config: ScheduleConfig, stages: Sequence[StageConfig], anneal: AnnealConfig
+) -> float:
+    """The rate before the first of the falls that `anneal` goes on from."""
+    while anneal.before is not None:
+        anneal = anneal.before
+    return _scheduled(max(0, anneal.from_step - 1), steps, lr_max, config, stages)
+
+
+def _share_done(step: int, anneal: AnnealConfig) -> float:
+    """How much of a fall is done."""
+    return min(1.0, (step - anneal.from_step + 1) / anneal.steps)
 
 
 def muon_momentum(
@@ -68,8 +86,13 @@ def muon_momentum(
     lacking = max(0.0, 1 - (step + 1) / warmup) if warmup else 0.0
     last = _stretches(steps, 0.0, config, stages)[-1]
     done = _done(last, min(step, last.end - 1) - last.first)
-    if anneal is not None and step >= anneal.from_step:
-        done = min(1.0, (step - anneal.from_step + 1) / anneal.steps)
+    left = 1.0
+    while anneal is not None:  # each takes its part of what the one before has left
+        if step >= anneal.from_step:
+            left *= 1 - _share_done(step, anneal)
+            done = 1 - left
+            step = anneal.from_step - 1
+        anneal = anneal.before
     return top - max(max(0.0, top - muon.momentum_start) * lacking, max(0.0, top - muon.momentum_end) * done)
 
 

@@ -208,6 +208,8 @@ class AnnealConfig:
     """Last rate as a share of the rate before the fall."""
     mixture: dict[str, NaturalFloat] | None = None
     """Weights of the sources during the fall, as in data.mixture. None keeps those of the run."""
+    before: AnnealConfig | None = None
+    """The fall that this one goes on from, with another end."""
 
     def problems(self, place: str) -> list[Problem]:
         """The mixture must leave something to read."""

@@ -8,9 +8,10 @@ a resumed run anneals the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
@@ -30,13 +31,33 @@ def request_anneal(
     write_json(run / ANNEAL_FILE, values)
 
 
-def read_anneal(run: Path, step: int, check: Callable[[AnnealConfig], object] = lambda _: None) -> AnnealConfig | None:
-    """The record of a run at `step`, which a request becomes here unless `check` raises; None when there is neither."""
+def is_requested(run: Path) -> bool:
+    """Whether a run is asked to anneal, or to end its anneal elsewhere."""
+    try:
+        return read_json_object(run / ANNEAL_FILE).get("from_step", 0) is None
+    except (BadInputError, FileNotFoundError):  # a begun anneal does not need its file
+        return False
+
+
+def anneal_from(values: Mapping[str, Any] | None) -> AnnealConfig | None:
+    """A record that was sent, or is in a checkpoint."""
+    return None if values is None else AnnealConfig(**{**values, "before": anneal_from(values.get("before"))})
+
+
+def read_anneal(
+    run: Path,
+    step: int,
+    check: Callable[[AnnealConfig], object] = lambda _: None,
+    before: AnnealConfig | None = None,
+) -> AnnealConfig | None:
+    """The record of a run at `step`, which a request becomes here unless `check` raises; None when there is neither.
+    `before`: the anneal that the run has begun, which a request ends elsewhere."""
     found = _read(run / ANNEAL_FILE, step)
     if found is None:
         return None
     record, is_request = found
     if is_request:
+        record = replace(record, before=before)
         check(record)
         write_json(run / ANNEAL_FILE, asdict(record))
     return record
@@ -48,9 +69,12 @@ def anneal_in_words(anneal: AnnealConfig) -> str:
     return f"anneal: from step {first} the learning rate falls ({anneal.shape}); the run ends at step {end}"
 
 
-def withdraw_request(run: Path) -> None:
-    """Delete a request that cannot be met."""
-    (run / ANNEAL_FILE).unlink(missing_ok=True)
+def withdraw_request(run: Path, begun: AnnealConfig | None = None) -> None:
+    """Delete a request that cannot be met; the anneal that has `begun` goes on."""
+    if begun is not None:
+        write_json(run / ANNEAL_FILE, asdict(begun))
+    else:
+        (run / ANNEAL_FILE).unlink(missing_ok=True)
 
 
 def begun_anneal(run: Path) -> AnnealConfig | None:

@@ -67,8 +67,10 @@ def train(
     say: Callable[[str], None] = log,
     brief: bool = False,
     started: float | None = None,
+    until: int | None = None,
 ) -> TrainSummary:
-    """Train `config` to its last step, continuing the run if it has a checkpoint. Called by every process of the run;
+    """Train `config` to its last step, or to the step `until`, continuing the run if it has a checkpoint. The schedule
+    is that of the whole run, so that a run may be trained in parts. Called by every process of the run;
     `make_decode` loads the tokenizer's decoder, for the pages that explain incidents; `make_objective` makes what a
     fine-tuned run learns (`finetune.objectives`). `brief` leaves the notes of the start to the metrics. `started`: when
     the command began, for the time to the first loss; None: now."""
@@ -89,6 +91,7 @@ def train(
         context, state = prepare(config, workspace, world, store, accept_changes, fresh)
         prepare_seconds = time.monotonic() - began
         context = replace(context, objective=make_objective(context))
+        state.last_step = state.last_step if until is None else min(state.last_step, until)
         has_objective = context.objective is not None
         assert has_objective == config.finetune.has_objective, "the caller hands down finetune.objectives.objective_of"
         if fresh:  # only now, after all checks

@@ -18,7 +18,7 @@ from zero2all.packed.remote import packed_root
 from zero2all.parallel.check import check_spread, idle_settings
 from zero2all.parallel.device import environment, set_cpu_threads
 from zero2all.parallel.world import World
-from zero2all.train.anneal import anneal_in_words, read_anneal
+from zero2all.train.anneal import anneal_from, anneal_in_words, read_anneal
 from zero2all.train.build import build_state, spread_name
 from zero2all.train.checkpoints.load import Checkpoint
 from zero2all.train.checkpoints.run_lock import behind
@@ -86,9 +86,10 @@ def _begun_anneal(
     """The anneal of the run; one that was requested begins here."""
     step, run = checkpoint.step if checkpoint else 0, workspace.run(config.train.name)
     check = functools.partial(check_anneal, config, workspace, checkpoint)
-    read = functools.partial(behind, store.fence, lambda: read_anneal(run, step, check))
+    before = anneal_from(checkpoint.record.get("anneal")) if checkpoint else None
+    read = functools.partial(behind, store.fence, lambda: read_anneal(run, step, check, before))
     said = world.run_on_rank0(lambda: None if (found := read()) is None else asdict(found))
-    return None if said is None else AnnealConfig(**said)
+    return anneal_from(said)
 
 
 def _check_same_data(world: World, data: TrainingData) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from zero2all.common.errors import UsageError
 from zero2all.config.schedule import steps_with_anneal
-from zero2all.config.training import AnnealConfig
-from zero2all.train.anneal import ANNEAL_FILE, anneal_in_words, read_anneal, withdraw_request
+from zero2all.train.anneal import ANNEAL_FILE, anneal_from, anneal_in_words, is_requested, read_anneal, withdraw_request
 from zero2all.train.context import RunContext
 from zero2all.train.hooks import Hook
 from zero2all.train.hooks.guards import Guards
@@ -65,7 +64,8 @@ class Anneal(Hook):
 
     def _is_requested(self) -> bool:
         try:
-            return self._state.anneal is None and (self._context.run / ANNEAL_FILE).exists()
+            run, is_begun = self._context.run, self._state.anneal is not None
+            return is_requested(run) if is_begun else (run / ANNEAL_FILE).exists()
         except OSError:  # of the disk; the next look may succeed
             return False
 
@@ -90,7 +90,7 @@ class Anneal(Hook):
             self._log.warn(problem, "\nTraining continues with its schedule.")
         if values is None:
             return False
-        state, anneal = self._state, AnnealConfig(**values)
+        state, anneal = self._state, anneal_from(values)
         state.data = data_with_anneal(self._context.config, self._context.workspace, state, anneal)
         state.anneal, state.last_step = anneal, steps_with_anneal(self._context.config.train.steps, anneal)
         self._guards.read_from(state.data)
@@ -104,12 +104,12 @@ class Anneal(Hook):
     def _read(self) -> tuple[dict[str, Any] | None, str | None]:
         """The anneal that was requested, or why it cannot be done."""
         self._context.store.fence()
-        if self._state.anneal is not None:  # a run anneals once
-            return None, None
         check = partial(data_with_anneal, self._context.config, self._context.workspace, self._state)
         try:
-            found = read_anneal(self._context.run, self._state.step, check)
+            found = read_anneal(self._context.run, self._state.step, check, self._state.anneal)
+            if found == self._state.anneal:
+                return None, None
             return None if found is None else asdict(found), None
         except UsageError as error:
-            withdraw_request(self._context.run)
+            withdraw_request(self._context.run, self._state.anneal)
             return None, str(error)
