@@ -34,6 +34,7 @@ share(
     --int8                         also score the held-out text with 8-bit weights, to see what they cost
     --tasks NAMES:names            benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every
         folder there; quickstart-facts needs no files (default: none)
+    --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and items
     --data
     --forms FORMS:names            question forms: cloze,choice,bits,generate (default: all that fit)
     --shots N:int>=0               examples in each prompt (default: 5, or the benchmark's usual number)
@@ -100,6 +101,7 @@ def _checked_options(
 ) -> EvalOptions:
     """What the command line asks for. Refuses what cannot be asked, before torch and the weights are loaded."""
     from zero2all.evals.options import EvalOptions, check_inputs
+    from zero2all.evals.suites import SuiteQuestions
 
     options = EvalOptions(
         max_bytes=arguments.max_bytes,
@@ -110,6 +112,7 @@ def _checked_options(
         held_out=arguments.held_out == "all",
         int8=arguments.int8,
         tasks=_tasks(arguments),
+        suites=None if arguments.suite is None else SuiteQuestions(arguments.suite, arguments.data),
     )
     check_inputs(workspace, arguments.run, step, options, is_coming)
     if arguments.rewrites:
@@ -151,7 +154,8 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _name_unread(options: EvalOptions) -> None:
     """End with an error that names the benchmarks whose files could not be used; the others have been asked."""
-    unread = options.tasks.read()[1] if options.tasks is not None else {}
+    asked = (options.tasks, options.suites)
+    unread = {name: why for each in asked if each is not None for name, why in each.read()[1].items()}
     if unread:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in unread.items())
         raise BadInputError(f"Not asked, because their files cannot be used: {', '.join(unread)}.\n{reasons}")

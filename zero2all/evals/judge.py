@@ -181,7 +181,7 @@ def _centred_of(result: FormResult, names: Collection[str]) -> float:
     return (fmean(bool(each.correct) for each in mine) - chance) / (1 - chance)
 
 
-def wilson(right: int, total: int) -> tuple[float, float]:
+def wilson(right: float, total: int) -> tuple[float, float]:
     """The 95 % interval of a share, which stays within 0 and 1 for few items too."""
     share, z2 = right / total, Z95**2
     middle = (share + z2 / (2 * total)) / (1 + z2 / total)

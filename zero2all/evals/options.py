@@ -17,6 +17,7 @@ from zero2all.common.manifest import read_manifest
 from zero2all.common.records import corpus_sources
 from zero2all.common.workspace import Workspace
 from zero2all.evals.question_files import read_pairs, read_probes
+from zero2all.evals.suites import SuiteQuestions
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.train.checkpoints.layout import require_checkpoint
 from zero2all.train.checkpoints.manifest import Step, chosen_step
@@ -39,6 +40,8 @@ class EvalOptions:
     """Text files, or folders of them, of one's own."""
     tasks: TaskQuestions | None = None
     """Benchmarks to ask."""
+    suites: SuiteQuestions | None = None
+    """Suites of them to ask, for their scores."""
     held_out: bool = True
     """Score the held-out text and the rows that training scores."""
     int8: bool = False
@@ -47,6 +50,7 @@ class EvalOptions:
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them: files by their checksum, so that one may be moved."""
         return {
+            **({} if self.suites is None else {"suites": self.suites.record()}),  # as in earlier reports, without
             "max_bytes": self.max_bytes,
             "stride": self.stride,
             "probes": None if self.probes is None else crc32c_of(self.probes),
@@ -119,6 +123,8 @@ def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptio
     problems += _problems_of(lambda: text_files(options.texts))
     if options.tasks is not None:
         problems += _problems_of(options.tasks.read)
+    if options.suites is not None:
+        problems += _problems_of(options.suites.read)
     if len(problems) == 1:
         raise BadInputError(problems[0])
     if problems:
@@ -140,10 +146,10 @@ def _problems_of(check: Callable[[], Any]) -> list[str]:
 
 def _check_corpus(corpus: Path, options: EvalOptions) -> None:
     sources = corpus_sources(corpus)
-    has_more = options.probes is not None or options.pairs is not None or options.texts or options.tasks
+    has_more = options.probes or options.pairs or options.texts or options.tasks or options.suites
     if not has_more and not options.held_out:
         raise BadInputError(
-            "There is nothing to score: with --held-out none, ask --probes, --pairs, --tasks or a --text."
+            "There is nothing to score: with --held-out none, ask --probes, --pairs, --tasks, --suite or a --text."
         )
     if not has_more and not any(manifest["report"]["valid_records"] for manifest in sources.values()):
         raise BadInputError(

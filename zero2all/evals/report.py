@@ -20,6 +20,7 @@ from zero2all.evals.probes import compare_pairs, run_probes, summarize, summariz
 from zero2all.evals.question_files import read_pairs, read_probes
 from zero2all.evals.rewrites.measure import rewrite_figures, rewrite_lines, rewrite_section
 from zero2all.evals.sandbox import is_isolated, protection
+from zero2all.evals.suites import SUITES, VERSION, SuiteQuestions, ask_task, mean_score
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
@@ -84,6 +85,8 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         if options.tasks.rewrites:
             once = workspace.run(loaded.name) / "eval" / "once"
             report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
+    if options.suites is not None:
+        report["suites"] = suite_section(engine, options.suites, read_contamination(workspace))
     return report
 
 
@@ -122,7 +125,8 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
                 for part, means in found[parts].items():
                     if score in means:  # an older report may lack it
                         values[f"eval/{section}/{channel}/{score}/{part}"] = means[score]
-    for section, of_section in (("tasks", task_figures), ("rewrites", rewrite_figures)):
+    sections = (("tasks", task_figures), ("suites", suite_figures), ("rewrites", rewrite_figures))
+    for section, of_section in sections:
         values |= of_section(report[section]) if section in report else {}
     return values
 
@@ -153,7 +157,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             lines.append(t(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})"))
     lines += _position_lines(report["documents"])
     lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
-    for section, of_section in (("tasks", task_lines), ("rewrites", rewrite_lines)):
+    for section, of_section in (("tasks", task_lines), ("suites", suite_lines), ("rewrites", rewrite_lines)):
         lines += of_section(report[section]) if section in report else []
     return lines
 
@@ -313,12 +317,12 @@ def task_figures(section: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
-def task_lines(section: dict[str, Any]) -> list[str]:
-    """The section as a table for a terminal."""
-    width = max([LEAST_NAME_COLUMNS, *(columns(each["task"]) for each in section["results"])])
+def _table(title: str, results: list[dict[str, Any]]) -> list[str]:
+    """Results with their notes, a task and form each."""
+    width = max([LEAST_NAME_COLUMNS, *(columns(each["task"]) for each in results)])
     figures = t("form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte")
-    lines = ["", f"{padded(t('benchmarks'), width + 2)} {figures}"]
-    for each in section["results"]:
+    lines = ["", f"{padded(title, width + 2)} {figures}"]
+    for each in results:
         accuracy = f"{each['accuracy']:>8.1%}  {each['chance']:>6.1%}" if each["accuracy"] is not None else " " * 16
         above = f"{each['centred']:>12.1%}" if each["centred"] is not None else " " * 12
         interval = ""
@@ -337,6 +341,12 @@ def task_lines(section: dict[str, Any]) -> list[str]:
             notes.append(t(split_words(each["contamination"])))
         if notes:
             lines.append(f"    {'; '.join(notes)}")
+    return lines
+
+
+def task_lines(section: dict[str, Any]) -> list[str]:
+    """The section as a table for a terminal."""
+    lines = _table(t("benchmarks"), section["results"])
     names = {"en": "English", "zh": "Chinese"}
     for language, found in section["summary"].items():
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
@@ -350,4 +360,35 @@ def task_lines(section: dict[str, Any]) -> list[str]:
         lines += [t("  left out:"), *(f"    {line}" for line in problems[:PROBLEMS_SHOWN])]
         if len(problems) > PROBLEMS_SHOWN:
             lines.append(t(f"    … and {len(problems) - PROBLEMS_SHOWN:,} more, in the report's file"))
+    return lines
+
+
+def suite_section(engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None) -> dict[str, Any]:
+    """The section `suites` of a report, each under the name of its curve."""
+    tasks, missing = questions.read()
+    section = {}
+    for suite in questions.names:
+        results = [ask_task(engine, tasks[name], form) for name, form in SUITES[suite].items() if name in tasks]
+        values = [_as_values(each, contaminated_ids(contamination, tasks[each.task])) for each in results]
+        lacks = {name: missing[name] for name in SUITES[suite] if name in missing}
+        name = "-".join([suite, f"v{VERSION}", *(["without", *lacks] if lacks else [])])
+        section[name] = {"version": VERSION, **mean_score(results), "missing": lacks, "tasks": values}
+    return section
+
+
+def suite_figures(section: dict[str, Any]) -> dict[str, float]:
+    """Metrics: the score of each suite, and the centred accuracies behind it."""
+    figures = {f"eval/suites/{name}/score": found["score"] for name, found in section.items()}
+    tasks = [(name, each) for name, found in section.items() for each in found["tasks"]]
+    return figures | {f"eval/suites/{name}/{each['task']}": each["centred"] for name, each in tasks}
+
+
+def suite_lines(section: dict[str, Any]) -> list[str]:
+    """The suites for a terminal, each with its score last."""
+    lines = []
+    for name, found in section.items():
+        asked, lacks, (low, high) = len(found["tasks"]), len(found["missing"]), found["interval"]
+        score = t(f"  score: {found['score']:.1%} above chance, 95 % {low:.1%} … {high:.1%}")
+        partial = t(f", PARTIAL: {asked} of {asked + lacks} tasks, not to be compared with all") if lacks else ""
+        lines += [*_table(name, found["tasks"]), score + partial]
     return lines

@@ -17,7 +17,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object
 from zero2all.train.checkpoints.layout import FOLDER_NAME
 
-SECTIONS = ("held_out", "documents", "texts", "probes", "pairs", "tasks", "rewrites")
+SECTIONS = ("held_out", "documents", "texts", "probes", "pairs", "tasks", "suites", "rewrites")
 SECTION_CHANCE = {"pairs": 0.5}
 """Accuracy of guessing, where the report itself does not say."""
 TRANSPARENT = ("channels", "groups", "kinds", "results", "tasks", "rows")
@@ -48,7 +48,7 @@ KINDS = {
     "original": ScoreKind(is_better_high=True, only_in="rewrites"),
     "rewritten": ScoreKind(is_better_high=True, only_in="rewrites"),
     "gap": ScoreKind(is_better_high=False, interval="gap_interval", only_in="rewrites"),
-    "score": ScoreKind(is_better_high=True),
+    "score": ScoreKind(is_better_high=True, interval="interval"),
 }
 
 

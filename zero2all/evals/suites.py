@@ -1,0 +1,112 @@
+"""One score that people can compare: a suite asks fixed tasks, each in one fixed form, of the same items every time.
+
+    centred = (accuracy - chance) / (1 - chance)     of a task: 0 is guessing, 1 is all right
+    score   = mean of the tasks' centred accuracies  of a suite
+
+Items are those that come first by a hash of their text, whatever files they are read from. One that is longer than the
+model's context counts as a guess, so that every model is asked the same ones. The interval, 95 %, is made from those of
+the tasks (Wilson) as MOVER does (Zou and Donner 2008): the mean less sqrt(sum of (centred - lower end)²) / tasks, and
+so upwards. A suite that lacks a task has another name, `core-en-v1-without-piqa`, and so has every version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.schema import nearest_hint
+from zero2all.evals.items import Item, Task
+from zero2all.evals.tasks.list import TaskQuestions, read_tasks
+
+if TYPE_CHECKING:
+    from zero2all.evals.judge import FormResult
+    from zero2all.infer.engine import Engine
+
+VERSION = 1
+"""Every change of the table or of a number here is a new version."""
+ITEMS = 1000
+"""Of each task, without examples before them: a short context holds them, and most published values are such."""
+SUITES = {
+    "core-en": {  # task: form. Not winogrande and boolq, too noisy; arc_challenge and mmlu move later than arc_easy
+        "blimp": "cloze",  # grammar: the first to move, an n-gram model is above chance
+        "lambada": "bits",  # the last word of a passage, written greedily: 0 at first, then a long way up
+        "hellaswag": "cloze",  # a scene to continue: smooth, from about 100 M on
+        "piqa": "cloze",  # everyday physics: 51 to 74 % in models of 64 M to 1.1 B
+        "arc_easy": "cloze",  # school science, facts of the training text: 28 to 58 % in the same models
+    },
+    "core-zh": {  # not ceval: exams again
+        "zhoblimp": "cloze",  # grammar, as blimp
+        "c3": "cloze",  # reading: the passage helps before facts are known
+        "cmmlu": "cloze",  # exams, facts: by label at chance up to 1 B
+    },
+}
+
+
+@dataclass(frozen=True)
+class SuiteQuestions:
+    """Suites to ask, as the command line names them."""
+
+    names: tuple[str, ...]
+    data: Path
+    """Folder with one folder for each task."""
+
+    def read(self) -> tuple[dict[str, Task], dict[str, str]]:
+        """Their tasks by name, and why others cannot be asked; an error for a suite that does not exist or has none."""
+        tasks: dict[str, Task] = {}
+        missing: dict[str, str] = {}
+        for suite in self.names:
+            if suite not in SUITES:
+                raise UsageError(f"There is no suite {suite!r}. {nearest_hint(suite, SUITES)}")
+            for name in SUITES[suite]:
+                try:
+                    (task,) = read_tasks(self.data, [name])
+                    if (count := len(fixed_items(task.items))) < ITEMS:
+                        raise BadInputError(f"Of its items {count:,} can be asked, not {ITEMS:,}: files are missing.")
+                    tasks[name] = task
+                except BadInputError as error:
+                    missing[name] = str(error)
+            if not tasks.keys() & SUITES[suite].keys():
+                download = f"z2a eval download {' '.join(SUITES[suite])} --data {self.data}"
+                raise BadInputError(f"No task of {suite} is in {self.data}. Where there is a network: `{download}`")
+        return tasks, missing
+
+    def record(self) -> dict[str, Any]:
+        """These settings as a report keeps them, with the checksum of every file."""
+        names = tuple(name for suite in self.names for name in SUITES[suite])
+        return {"suites": self.names, "version": VERSION, **TaskQuestions(names, self.data).record()}
+
+
+def fixed_items(items: Sequence[Item]) -> tuple[Item, ...]:
+    """The items that a suite asks, whatever their order, their names and their files; each text once."""
+    found = {}
+    for item in items:
+        text = "\0".join([item.context, item.question, *item.choices, item.answer])
+        found[hashlib.sha256(text.encode()).digest()] = item
+    return tuple(found[rank] for rank in sorted(found)[:ITEMS])
+
+
+def ask_task(engine: Engine, task: Task, form: str) -> FormResult:
+    """What the model makes of these items in this form."""
+    from zero2all.evals.judge import JudgeOptions, judge, wilson  # loads torch
+
+    asked = replace(task, items=fixed_items(task.items), skipped={})
+    found = judge(engine, [asked], JudgeOptions((form,), shots=0))[0]
+    chances = {item.id: 1 / len(item.choices) if item.choices else 0.0 for item in asked.items}
+    right = sum((chances | {each.id: float(bool(each.correct)) for each in found.per_item}).values())
+    count, chance = len(chances), fmean(chances.values())
+    return replace(found, items=count, chance=chance, accuracy=right / count, interval=wilson(right, count))
+
+
+def mean_score(results: Sequence[FormResult]) -> dict[str, Any]:
+    """The mean of the centred accuracies, with its interval."""
+    found = [(each.centred or 0.0, *(each.centred_interval or (0.0, 0.0))) for each in results]
+    mean = fmean(centred for centred, _, _ in found)
+    below = math.hypot(*(centred - low for centred, low, _ in found)) / len(found)
+    above = math.hypot(*(high - centred for centred, _, high in found)) / len(found)
+    return {"score": mean, "interval": (mean - below, mean + above)}
