@@ -13,7 +13,7 @@ from zero2all.evals import suites
 from zero2all.evals.download import SOURCES
 from zero2all.evals.items import Item, Task
 from zero2all.evals.judge import FormResult, wilson
-from zero2all.evals.report import figures
+from zero2all.evals.report import figures, step_lines
 from zero2all.evals.suites import SUITES, ask_task, fixed_items, mean_score
 from zero2all.evals.tasks.list import READERS
 from zero2all.infer.engine import Engine
@@ -173,6 +173,16 @@ def test_a_suite_without_a_task_is_named_after_it_and_says_how_to_get_it(ask, da
     report = {"suites": suites_of(run)}
     assert set(report["suites"]["core-zh-v1-without-c3-cmmlu"]["missing"]) == {"c3", "cmmlu"}
     assert {name.split("/")[2] for name in figures(report)} == {"core-zh-v1-without-c3-cmmlu"}
+
+
+def test_the_table_of_checkpoints_has_a_column_for_every_score():
+    scores = [{"core-zh-v1": {"score": 0.25}}, {"core-zh-v1-without-c3": {"score": 0.5}}]
+    reports = [{"step": step, "held_out": {}, "suites": score} for step, score in enumerate(scores)]
+    title, first, second = step_lines(reports)
+    end = title.index("core-zh-v1 ") + len("core-zh-v1")
+    assert (first[end - 5 : end], first.split()) == ("25.0%", ["0", "25.0%"])
+    assert len(second) == len(title)
+    assert second.split() == ["1", "50.0%"]
 
 
 def test_what_cannot_be_asked_at_all_is_refused_before_the_model_is_loaded(ask, data, monkeypatch):

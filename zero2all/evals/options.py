@@ -121,10 +121,7 @@ def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptio
     if options.pairs is not None:
         problems += _problems_of(lambda: read_pairs(options.pairs or Path()))
     problems += _problems_of(lambda: text_files(options.texts))
-    if options.tasks is not None:
-        problems += _problems_of(options.tasks.read)
-    if options.suites is not None:
-        problems += _problems_of(options.suites.read)
+    problems += [words for each in (options.tasks, options.suites) if each for words in _problems_of(each.read)]
     if len(problems) == 1:
         raise BadInputError(problems[0])
     if problems:

@@ -252,16 +252,20 @@ def step_lines(reports: list[dict[str, Any]]) -> list[str]:
     """Several checkpoints of a run, a line each."""
     channels = list(dict.fromkeys(channel for report in reports for channel in report["held_out"]))
     titles = [*(f"bpb {channel[:8]}" for channel in channels), "probes right", "among foils", "log P", "pairs right"]
+    suites = dict.fromkeys(name for report in reports for name in report.get("suites", {}))
+    titles += [f"  {name}" for name in suites]  # may be longer than the others
     lines = [flush_right(t("step"), 8) + "  " + "".join(flush_right(t(title), 14) for title in titles)]
     for report in reports:
         bits = [report["held_out"].get(channel, {}).get("bits_per_byte") for channel in channels]
         probes, pairs = report.get("probes", {}), report.get("pairs", {})
+        scores = {name: f"{found['score']:.1%}" for name, found in report.get("suites", {}).items()}
         cells = [
             *("" if value is None else f"{value:.4f}" for value in bits),
             f"{probes['accuracy']:.1%}" if "accuracy" in probes else "",
             f"{probes['share_among_foils']:.3f}" if "share_among_foils" in probes else "",
             f"{probes['logprob']:.2f}" if "accuracy" in probes else "",
             f"{pairs['accuracy']:.1%}" if "accuracy" in pairs else "",
+            *(scores.get(name, "").rjust(len(name) + 2) for name in suites),
         ]
         lines.append(f"{report['step']:>8,}  " + "".join(f"{cell:>14}" for cell in cells))
     return lines

@@ -3,10 +3,9 @@
     centred = (accuracy - chance) / (1 - chance)     of a task: 0 is guessing, 1 is all right
     score   = mean of the tasks' centred accuracies  of a suite
 
-Items are those that come first by a hash of their text, whatever files they are read from. One that is longer than the
-model's context counts as a guess, so that every model is asked the same ones. The interval, 95 %, is made from those of
-the tasks (Wilson) as MOVER does (Zou and Donner 2008): the mean less sqrt(sum of (centred - lower end)²) / tasks, and
-so upwards. A suite that lacks a task has another name, `core-en-v1-without-piqa`, and so has every version.
+Items are those that come first by a hash of their text. One that is longer than the model's context counts as a guess,
+so that every model is asked the same ones. The interval, 95 %, is MOVER's (Zou and Donner 2008) of those of the tasks:
+the mean less sqrt(sum of (centred - lower end)²) / tasks, and so upwards. A suite that lacks a task has another name.
 """
 
 from __future__ import annotations
@@ -106,7 +105,6 @@ def ask_task(engine: Engine, task: Task, form: str) -> FormResult:
 def mean_score(results: Sequence[FormResult]) -> dict[str, Any]:
     """The mean of the centred accuracies, with its interval."""
     found = [(each.centred or 0.0, *(each.centred_interval or (0.0, 0.0))) for each in results]
-    mean = fmean(centred for centred, _, _ in found)
-    below = math.hypot(*(centred - low for centred, low, _ in found)) / len(found)
-    above = math.hypot(*(high - centred for centred, _, high in found)) / len(found)
+    centred, lows, highs = zip(*found, strict=True)
+    mean, below, above = fmean(centred), math.dist(centred, lows) / len(found), math.dist(highs, centred) / len(found)
     return {"score": mean, "interval": (mean - below, mean + above)}
