@@ -2,9 +2,8 @@
 
 Settings are compared over common seeds where there are any: a pair has the same data order and, where shapes allow, the
 same initial weights, so its difference has less noise than its runs. Intervals and p are Student's t, Welch's without
-common seeds. Seeds of each setting that show a difference d with 80 % power at 5 %, where 2.8 = 1.96 + 0.84:
-
-paired (2.8 sd / d)^2, sd of the differences; unpaired 2 (2.8 sd / d)^2, sd of one run
+common seeds. Seeds of each setting that show a difference d with 80 % power at 5 % (2.8 = 1.96 + 0.84):
+(2.8 sd / d)^2 pairs, sd of the differences; without pairs 2 (2.8 sd / d)^2, sd of one run.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
+from typing import NamedTuple
 
 LEVEL = 0.05
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A value and the range it lies in."""
 
     value: float
@@ -44,19 +43,15 @@ class Comparison:
 
     def words(self, name: str, other: str) -> str:
         """For a person."""
-        size = abs(self.difference.value)
-        if size == self.sd == 0:
-            return f"{name} and {other} gave the same values."
+        size, seen = abs(self.difference.value), f"(p {self.p:.2g}, seeds: {self.seeds})"
         if math.isnan(self.sd):
             return f"{name} against {other}: one seed says nothing about chance. Give each at least 3 seeds."
         if self.is_significant:
             better, worse = (name, other) if self.difference.value < 0 else (other, name)
-            return f"{better} is better than {worse} by {size:.4g} (p {self.p:.2g}, seeds: {self.seeds})."
+            return f"{better} is better than {worse} by {size:.4g} {seen}."
+        said = f"{name} against {other}: a difference of {size:.4g} is not significant {seen}."
         needed = max(self.seeds + 1, seeds_needed(self.sd, size, self.is_paired))
-        return (
-            f"{name} against {other}: a difference of {size:.4g} is not significant (p {self.p:.2g}, seeds: "
-            f"{self.seeds}). If it is real, about {needed:,} seeds each would show it."
-        )
+        return f"{said} If it is real, about {needed:,} seeds each would show it." if size else said
 
 
 def seeds_needed(sd: float, difference: float, is_paired: bool = True) -> int:
