@@ -88,7 +88,7 @@ def test_noise_of_whole_runs_widens_the_interval():
         ([(n, tokens) for n in SIZES[:2] for tokens in BUDGETS], r"models of 3 sizes, .* \(now 2\)"),
         ([(n, BUDGETS[0]) for n in SIZES], "each size with 2 numbers of tokens"),
         ([(20e6, 1e8), (60e6, 3e9), (178e6, 1e9)], r"6 finished runs \(now 3\)"),
-        ([], r"models of 3 sizes.*6 finished runs \(now 0\)"),
+        ([], r"(?s)models of 3 sizes.*6 finished runs \(now 0\)"),
     ],
 )
 def test_a_design_that_leaves_the_law_open_is_refused_with_what_to_add(design, said):

@@ -28,8 +28,7 @@ from zero2all.estimate.run_calculators import ScalingLaw
 from zero2all.experiments.statistics import Interval, refit_scale
 
 Array = NDArray[np.float64]
-DELTA = 1e-3
-REPEATS = 15.4
+DELTA, REPEATS = 1e-3, 15.4
 UNLIMITED = 1e30  # unique tokens of text that is never repeated
 EXPONENTS = (math.log(0.04), math.log(1.6))
 GRID = np.array(list(itertools.product(np.linspace(*EXPONENTS, 16), repeat=2)))
@@ -126,7 +125,7 @@ def check_design(points: Sequence[Point]) -> None:
     if len(points) < 6:
         missing.append(f"6 finished runs (now {len(points)})")
     if missing:
-        raise UsageError(f"These runs do not determine a scaling law. It needs at least {'; '.join(missing)}.")
+        raise UsageError("These runs do not determine a scaling law. It needs at least:\n  " + "\n  ".join(missing))
 
 
 def held_out_check(points: Sequence[Point]) -> list[tuple[Point, float]]:

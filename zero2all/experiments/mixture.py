@@ -48,8 +48,7 @@ class Choice:
 
     def words(self) -> list[str]:
         """For a person: whether to believe it."""
-        known = f"{self.error:.4f} bits per byte, rank correlation {self.rank_correlation:.2f}"
-        lines = [f"Runs predicted from the others: off by {known}."]
+        lines = [f"Runs left out: off by {self.error:.4f} bits per byte, rank correlation {self.rank_correlation:.2f}."]
         lines.append(f"The chosen mixture is {self.gain:.4f} bits per byte better than the best tried.")
         if self.gain <= self.error:
             lines.append("That is less than the surrogate's own error: the best tried is as good a choice.")
