@@ -1,4 +1,4 @@
-"""`z2a scaling`: the law that the losses of one's own runs follow."""
+"""`z2a scaling` and `z2a mixture`: the law that one's own runs follow, and the best shares of one's sources."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from zero2all.cli.verb import group, verb, workspace_of
+from zero2all.common.errors import UsageError
 from zero2all.common.progress import human_count, say, tell
 
 group("""
@@ -64,3 +65,124 @@ def _cell(name: str, value: Any) -> str:
     if name.startswith("off"):
         return f"{value:+.2%}"
     return human_count(value) if name in ("n", "tokens", "unique_tokens") else f"{value:.5g}"
+
+
+group("""
+    mixture: which shares of your sources are best, from small runs
+
+    z2a mixture try quickstart --work my-workspace
+    """)
+
+
+@verb("""
+    mixture try: train small runs over mixtures of the sources, and predict the best one
+
+    config --work
+    --name NAME =mixture     name of the study and beginning of the names of its runs (default mixture)
+    --runs N:int>=4          mixtures to try (default: three for each source and three)
+    --target TOKENS:float>0   tokens of the large run: no source is then read more than 4 times
+    --weights W              what a channel counts, such as en=2,zh=1 (default: all alike)
+    --at-once N:int>=1       runs at the same time (default: what the machine has room for)
+    --section.field
+
+    z2a mixture try quickstart --work my-workspace --train.steps 300 --target 50M
+    """)
+def _try(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.sweep import plan_of, run_and_say, splits_of
+    from zero2all.common.files import write_atomic
+    from zero2all.config import config_yaml
+    from zero2all.experiments.mixture import Trial, caps_for, choose, propose
+    from zero2all.experiments.sweep import Axis, Sweep
+
+    workspace = workspace_of(arguments)
+    unique = {split.name: split.tokens for split in splits_of(workspace, arguments)}
+    if len(unique) < 2:
+        raise UsageError(f"The packed data has one source ({', '.join(unique)}). A mixture needs at least two.")
+    target = arguments.target or max(unique.values())
+    caps = caps_for(unique, target) if arguments.target else None
+    tried = propose(unique, arguments.runs or 0, caps=caps)
+    axis = Axis("data.mixture", tuple(_written(mixture) for mixture in tried))
+    sweep = Sweep(plan_of(arguments, (axis,)), arguments.name, workspace, splits_of(workspace, arguments))
+    run_and_say(sweep)
+    assert sweep.study is not None
+    trials = []
+    for trial, mixture in zip(sweep.trials, tried, strict=True):
+        result = sweep.study.results[trial.run]
+        if "failed" not in result:
+            bits = {channel: scores["bits_per_byte"] for channel, scores in result["channels"].items()}
+            trials.append(Trial(mixture, bits))
+    weights = _weights(arguments.weights, list(trials[0].bits_per_byte)) if trials else None
+    found = choose(trials, caps, weights)
+    for name, share in found.mixture.items():
+        tell(f"{name}: {share.value:.3f} ({share.low:.3f} to {share.high:.3f})")
+    objective = found.objective
+    tell(f"expected: {objective.value:.4f} bits per byte ({objective.low:.4f} to {objective.high:.4f})")
+    for line in found.words():
+        tell(line)
+    path = sweep.study.folder / "mixture.yaml"
+    best = _written({name: share.value for name, share in found.mixture.items()})
+    write_atomic(path, config_yaml(sweep.config_of((best,), f"{arguments.name}-best")).encode())
+    say(f"the config with this mixture: {path}")
+
+
+@verb("""
+    mixture anneal: what a source is worth: short decays on different mixtures, all from one checkpoint of a run
+
+    run                      the run whose checkpoint is taken
+    --work
+    --name NAME =value       name of the study and beginning of the names of its runs (default value)
+    --step N:int>=1          checkpoint to begin with (default: the newest)
+    --steps N:int>=2!        steps of each decay
+    --try/tries* MIXTURE     a mixture, such as '{new: 0.3, old: 0.7}'; may be repeated; the run's own is tried first
+    --at-once N:int>=1 =1    decays at the same time (default 1)
+
+    z2a mixture anneal my-run --steps 100 --try '{books: 0.3, web: 0.7}' --work my-workspace
+    """)
+def _anneal(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.table import print_table
+    from zero2all.common.yamlio import loads
+    from zero2all.config.rules import with_value
+    from zero2all.experiments.branch import Branch
+    from zero2all.experiments.study import open_study, run_tasks, task_of
+    from zero2all.train.checkpoints.layout import list_checkpoints, step_of
+    from zero2all.train.saved_config import load_run_config
+
+    workspace = workspace_of(arguments)
+    run = workspace.existing_run(arguments.run)
+    config, steps = load_run_config(run), [step_of(folder) for folder in list_checkpoints(run)]
+    step = arguments.step or max(steps, default=0)
+    mixtures = [None, *(loads(text) for text in arguments.tries)]
+    plan = {"run": arguments.run, "step": step, "steps": arguments.steps, "mixtures": mixtures}
+    with open_study(workspace, arguments.name, plan) as study:
+        tasks = []
+        for number, mixture in enumerate(mixtures):
+            branch = Branch(arguments.run, step, arguments.steps, "linear", 0.0, mixture)
+            named = with_value(config, "train.name", f"{arguments.name}-{number:03d}")
+            tasks.append(task_of(named, arguments.steps, 1 / arguments.at_once, branch=branch))
+        run_tasks(study, tasks, lambda *_: [], arguments.at_once)
+        results = [study.results[task.key] for task in tasks]
+    own = results[0].get("channels", {})
+    rows = [["mixture", *own, "to the run's own mixture"]]
+    for mixture, result in zip(mixtures, results, strict=True):
+        bits = {channel: scores["bits_per_byte"] for channel, scores in result.get("channels", {}).items()}
+        name = "the run's own" if mixture is None else _written(mixture)
+        changes = [f"{channel} {bits[channel] - own[channel]['bits_per_byte']:+.4f}" for channel in bits]
+        shown = [f"{bits[channel]:.4f}" if channel in bits else result.get("failed", "") for channel in own]
+        rows.append([name, *shown, ", ".join(changes) if mixture else ""])
+    print_table(rows, "bits per byte after the decay")
+
+
+def _written(mixture: dict[str, float]) -> str:
+    return "{" + ", ".join(f"{name}: {share:.4f}" for name, share in mixture.items()) + "}"
+
+
+def _weights(text: str | None, channels: list[str]) -> dict[str, float] | None:
+    if text is None:
+        return None
+    try:
+        found = {name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        found = {}
+    if not found or not set(found) <= set(channels):
+        raise UsageError(f"--weights: got {text!r}, expected channels with numbers, such as {channels[0]}=2.")
+    return {name: found.get(name, 0.0) for name in channels}

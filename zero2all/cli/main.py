@@ -48,12 +48,13 @@ exit codes: 0 done, 1 a bug or a lost process, 2 usage or config, 3 bad input,
             13 run in use, 14 run taken over, 15 fails every time,
             16 bad machine, 130 interrupted"""
 MODULES = {
-    **{"help": "overview", "quickstart": "quickstart", "corpus": "corpus", "tokenizer": "tokenizer", "pack": "data"},
+    **{"help": "overview", "quickstart": "quickstart", "speedrun": "quickstart", "corpus": "corpus"},
+    **{"tokenizer": "tokenizer", "pack": "data"},
     **{"data": "data", "train": "train", "launch": "launch", "anneal": "runs", "runs": "runs"},
     **{"chaos": "train", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
     **{"export": "exchange", "import": "exchange", "sft": "finetune", "dpo": "finetune", "rl": "finetune"},
-    **{"sweep": "sweep", "scaling": "experiments", "perf": "perf", "doctor": "doctor"},
+    **{"sweep": "sweep", "scaling": "experiments", "mixture": "experiments", "perf": "perf", "doctor": "doctor"},
 }
 """The first words of the command line, in the order of the help, and the file of each: only that one is imported."""
 REMOVED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zero2all.cli.verb import verb, workspace_of, write_json_result
 from zero2all.common.errors import UsageError
@@ -13,9 +13,11 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, human_count, human_seconds, progress, say
 
 if TYPE_CHECKING:
+    from zero2all.common.workspace import Workspace
     from zero2all.experiments.study import Result, Task
-    from zero2all.experiments.sweep import Sweep, SweepPlan
+    from zero2all.experiments.sweep import Axis, Sweep, SweepPlan
     from zero2all.experiments.sweep_report import Row
+    from zero2all.packed.shard_format import PackedSplit
 
 
 @verb("""
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     config --work
     --over*! FIELD=VALUES  a field and its values, such as optim.lr_max=1e-3,2e-3; factors on what the config or a rule
         gives: optim.lr_max=x0.5,x1,x2; size=3M,6M: sizes of the model; may be repeated: every combination is trained
-    --name NAME            name of the study and beginning of the names of its runs (default: sweep)
+    --name NAME =sweep     name of the study and beginning of the names of its runs (default sweep)
     --seeds N:int>=1 =1    runs of each combination; differences need at least 3 (default 1)
     --metric METRIC =bpb   what is compared: bpb or loss, on all held-out text or on a channel: bpb/en (default bpb)
     | --halving            judge by short decays at 1/9 and 1/3 of the run, after which a third goes on
@@ -43,28 +45,20 @@ if TYPE_CHECKING:
     """)
 def _sweep(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
+    from zero2all.experiments.sweep import METRICS, Sweep, parse_axis
     from zero2all.experiments.sweep_report import findings, sweep_rows, table, write_report
 
-    sweep = _made(arguments)
-    total = sweep.planned_steps()
-    per_step = sweep.trials[0].config.train.tokens_per_step if sweep.trials else 0
-    what = [
-        f"{counted(len(sweep.trials) or arguments.trials * arguments.seeds, 'trial')}, {sweep.at_once} at once",
-        *([f"{total:,} steps, {human_count(total * per_step)} tokens in all"] if sweep.trials else []),
-    ]
-    say(f"sweep {sweep.name}: {', '.join(what)}")
+    axes = tuple(map(parse_axis, arguments.over))
+    if any(axis.is_range for axis in axes) and not arguments.search:
+        raise UsageError("A range LOW..HIGH needs --search. Without it give values: optim.lr_max=1e-3,2e-3.")
+    if arguments.metric.partition("/")[0] not in METRICS:
+        raise UsageError(f"--metric: got {arguments.metric!r}, expected bpb, loss, bpb/CHANNEL or loss/CHANNEL.")
+    workspace = workspace_of(arguments)
+    sweep = Sweep(plan_of(arguments, axes), arguments.name, workspace, splits_of(workspace, arguments))
     if arguments.plan_only:
         print_table([["run", *(axis.field for axis in sweep.plan.axes), "seed", "steps"], *_planned(sweep)])
         return
-    with progress("sweep", total or None, "steps") as bar:
-
-        def on_result(task: Task, result: Result) -> None:
-            steps = result.get("steps", 0)
-            bar.advance(steps, task.run)
-            said = result.get("failed") or f"{sweep.plan.metric} {sweep.metric(result):.4f}"
-            say(f"{task.key:<24} {human_seconds(result.get('seconds', 0)):>6}  {said}")
-
-        sweep.run(on_result)
+    run_and_say(sweep)
     rows = sweep_rows(sweep)
     write_report(sweep, rows)
     values = {"name": sweep.name, "findings": findings(sweep, rows), "table": table(sweep, rows)}
@@ -73,6 +67,65 @@ def _sweep(arguments: argparse.Namespace) -> None:
         for line in findings(sweep, rows):
             print(t(line))
     _write_configs(sweep, rows, arguments)
+
+
+def plan_of(arguments: argparse.Namespace, axes: tuple[Axis, ...]) -> SweepPlan:
+    """The plan that is asked for."""
+    from zero2all.common.cores import usable_cores
+    from zero2all.common.progress import scaled
+    from zero2all.config import load_config
+    from zero2all.experiments.sweep import SweepPlan, budget_rungs, halving_rungs
+    from zero2all.parallel.launch import count_gpus
+
+    asked = vars(arguments)
+    rungs = halving_rungs() if asked.get("halving") else ()
+    if asked.get("budgets"):
+        config = load_config(arguments.config, arguments.overrides)
+        try:
+            budgets = [scaled(part) for part in arguments.budgets.split(",")]
+        except ValueError:
+            raise UsageError(f"--budgets: got {arguments.budgets!r}, expected tokens such as 40M,80M.") from None
+        rungs = budget_rungs(budgets, config.train.steps * config.train.tokens_per_step)
+    cores = usable_cores()
+    return SweepPlan(
+        arguments.config,
+        tuple(arguments.overrides),
+        axes,
+        asked.get("seeds", 1),
+        asked.get("metric", "bpb"),
+        rungs,
+        bool(asked.get("halving")),
+        asked.get("search"),
+        arguments.trials if asked.get("search") else 0,
+        arguments.at_once or (max(1, cores - 1) if count_gpus() else cores),
+    )
+
+
+def splits_of(workspace: Workspace, arguments: argparse.Namespace) -> list[PackedSplit]:
+    """The packed sources."""
+    from zero2all.config import load_config
+    from zero2all.packed.remote import packed_root
+    from zero2all.packed.shard_format import open_split, packed_sources
+
+    packed = packed_root(workspace.packed, load_config(arguments.config, arguments.overrides).data)
+    return [open_split(packed, name, "train") for name in packed_sources(packed)]
+
+
+def run_and_say(sweep: Sweep) -> None:
+    """Train all trials, with a bar and a line for each that ends."""
+    total = sweep.planned_steps()
+    per_step = sweep.trials[0].config.train.tokens_per_step if sweep.trials else 0
+    parts = [counted(len(sweep.trials) or sweep.plan.trials * sweep.plan.seeds, "trial"), f"{sweep.at_once} at once"]
+    parts += [f"{total:,} steps, {human_count(total * per_step)} tokens in all"] if sweep.trials else []
+    say(f"{sweep.name}: {', '.join(parts)}")
+    with progress("trials", total or None, "steps") as bar:
+
+        def on_result(task: Task, result: Result) -> None:
+            bar.advance(result.get("steps", 0), task.run)
+            said = result.get("failed") or f"{sweep.plan.metric} {sweep.metric(result):.4f}"
+            say(f"{task.key:<24} {human_seconds(result.get('seconds', 0)):>6}  {said}")
+
+        sweep.run(on_result)
 
 
 def _write_configs(sweep: Sweep, rows: Sequence[Row], arguments: argparse.Namespace) -> None:
@@ -98,39 +151,6 @@ def _write_configs(sweep: Sweep, rows: Sequence[Row], arguments: argparse.Namesp
         written = load_config(arguments.transfer, list(transferred_overrides(large, found)))
         write_atomic(path, config_yaml(written).encode())
         say(f"the config with {found.field} x{found.factor:.2f}: {path}")
-
-
-def _made(arguments: argparse.Namespace) -> Sweep:
-    """The sweep that is asked for."""
-    from zero2all.common.cores import usable_cores
-    from zero2all.common.progress import scaled
-    from zero2all.config import load_config
-    from zero2all.experiments.sweep import METRICS, Sweep, SweepPlan, budget_rungs, halving_rungs, parse_axis
-    from zero2all.parallel.launch import count_gpus
-    from zero2all.train.run_data import open_run_data
-
-    axes = tuple(map(parse_axis, arguments.over))
-    if any(axis.is_range for axis in axes) and not arguments.search:
-        raise UsageError("A range LOW..HIGH needs --search. Without it give values: optim.lr_max=1e-3,2e-3.")
-    if arguments.metric.partition("/")[0] not in METRICS:
-        raise UsageError(f"--metric: got {arguments.metric!r}, expected bpb, loss, bpb/CHANNEL or loss/CHANNEL.")
-    workspace = workspace_of(arguments)
-    config = load_config(arguments.config, arguments.overrides)
-    rungs = halving_rungs() if arguments.halving else ()
-    if arguments.budgets:
-        try:
-            budgets = [scaled(part) for part in arguments.budgets.split(",")]
-        except ValueError:
-            raise UsageError(f"--budgets: got {arguments.budgets!r}, expected tokens such as 40M,80M.") from None
-        rungs = budget_rungs(budgets, config.train.steps * config.train.tokens_per_step)
-    cores = usable_cores()
-    plan: dict[str, Any] = {"config": arguments.config, "overrides": tuple(arguments.overrides), "axes": axes}
-    plan |= {"seeds": arguments.seeds, "metric": arguments.metric, "rungs": rungs, "halving": arguments.halving}
-    plan |= {"search": arguments.search, "trials": arguments.trials if arguments.search else 0}
-    at_once = arguments.at_once or (max(1, cores - 1) if count_gpus() else cores)
-    splits = open_run_data(config, workspace, resumed=False)[0].splits
-    made: SweepPlan = SweepPlan(**plan, at_once=at_once)
-    return Sweep(made, arguments.name or "sweep", workspace, int(splits[0].manifest["vocab_size"]))
 
 
 def _planned(sweep: Sweep) -> list[list[str]]:

@@ -112,9 +112,7 @@ def open_study(workspace: Workspace, name: str, plan: Mapping[str, Any]) -> Iter
         yield study
 
 
-def run_tasks(
-    study: Study, tasks: list[Task], then: Callable[[Task, Result], list[Task]], at_once: int
-) -> None:
+def run_tasks(study: Study, tasks: list[Task], then: Callable[[Task, Result], list[Task]], at_once: int) -> None:
     """Do all tasks that are not in the ledger, and those that `then` makes of each result, in the order in which they
     may begin. At most `at_once` workers."""
     ready, running = list(tasks), dict[Future[Result], Task]()

@@ -35,6 +35,7 @@ from zero2all.experiments.branch import Branch
 from zero2all.experiments.shapes import FIELDS, shape_of
 from zero2all.experiments.study import Result, Study, Task, open_study, plan_values, run_tasks, task_of
 from zero2all.model.config import parameter_counts
+from zero2all.packed.shard_format import PackedSplit
 from zero2all.parallel.device import pick_device
 
 SIZE, BUDGET = "size", "train.tokens"
@@ -143,8 +144,9 @@ def _split(text: str) -> list[str]:
 class Sweep:
     """A plan, its trials, and what is known of them."""
 
-    def __init__(self, plan: SweepPlan, name: str, workspace: Workspace, vocabulary: int) -> None:
-        """`vocabulary`: ids of the packed data."""
+    def __init__(self, plan: SweepPlan, name: str, workspace: Workspace, splits: Sequence[PackedSplit]) -> None:
+        """`splits`: the packed sources."""
+        vocabulary = int(splits[0].manifest["vocab_size"])
         self.plan, self.name, self.workspace = plan, name, workspace
         self.vocabulary, self.at_once = vocabulary, plan.at_once
         self.study: Study | None = None
@@ -184,6 +186,8 @@ class Sweep:
         words = [*plan.overrides, f"--train.name={run}", f"--model.vocab_size={self.vocabulary}", *more]
         if plan.rungs and "stages" not in given:
             words.append("--stages=[]")  # a branch that ends early must not have read short rows only
+        if plan.rungs and "optim.decay_schedule" not in given:
+            words.append("--optim.decay_schedule=constant")  # or the decay of a branch would depend on its trunk's end
         factors = {}
         for axis, value in zip(plan.axes, settings, strict=True):
             if axis.field == SIZE:

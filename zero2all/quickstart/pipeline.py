@@ -2,7 +2,8 @@
 
 Each stage is the same as its own verb; this file only runs them in order and keeps their times in `quickstart.json`. A
 stage that finds its work done does nothing, so an interrupted quickstart continues where it stopped. The text is the
-small world (`raw.py`) or your own, for which settings are chosen (`own_text.py`).
+small world (`raw.py`), with the settings of its preset, or your own: then it is a speedrun, for which settings are
+chosen (`speedrun.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,14 +39,19 @@ from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel, load_run, untrained
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import generate
+from zero2all.measure.clock import watched_gpu
 from zero2all.model.config import parameter_counts
 from zero2all.packed.remote import packed_root
 from zero2all.packed.writer import pack_corpus
-from zero2all.quickstart import own_text
+from zero2all.parallel.device import pick_device
 from zero2all.quickstart.chat import ANSWERS_NAME, CONVERSATIONS, ChatScore, completed_facts, judge, teach
+from zero2all.quickstart.choose import PRESETS
+from zero2all.quickstart.deadline import Deadline
 from zero2all.quickstart.full import tune
-from zero2all.quickstart.own_text import OwnText, corpus_in_words, refuse_other_text, too_little_in_words
+from zero2all.quickstart.own_text import OwnText, corpus_in_words, cutting, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
+from zero2all.quickstart.report import REPORT_NAME
+from zero2all.quickstart.speedrun import CHAT_SHARE, PLAN_NAME, Budget, Speedrun, chat_files, unique_tokens
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import cjk_fonts, plot_run
@@ -70,6 +76,7 @@ PROMPT_COLUMNS = 32
 """How much of a document of one's own a sample begins with; a Chinese character takes two columns."""
 TIMES_NAME = "quickstart.json"
 SUMMARY_NAME = "summary.md"
+CHAT_REPLAY = 0.15
 SAMPLE_PROMPTS: dict[str, tuple[str, ...]] = {
     "en": ("The capital of France is", "On a rainy morning,"),
     "zh": ("中国的首都是", "那是一个凉爽的中午，"),
@@ -119,7 +126,10 @@ class QuickstartRun:
     samples: list[tuple[str, str, str]] = field(default_factory=list)
     """(channel, prompt, continuation)."""
     parameters: int = 0
-    own_data: bool = False
+    speedrun: Speedrun | None = None
+    """Of your own text."""
+    watts: float | None = None
+    """Of the GPU while it trained."""
     chat: dict[str, dict[str, ChatScore]] = field(default_factory=dict)
     """What is answered in a chat, by language: of the base model (`base`), the chat model (`sft`), `dpo` and `rl`."""
     chat_held_out: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
@@ -128,10 +138,16 @@ class QuickstartRun:
     """The share of the probes that each completes."""
     curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out loss), in the order of steps."""
+    last_step: int = 0
     best_step: int = 0
     """The checkpoint with the lowest held-out loss: the one that is judged, written with and exported."""
     losses: list[str] = field(default_factory=list)
     """The rules that dropped much of it, in words."""
+
+    @property
+    def own_data(self) -> bool:
+        """Whether it is a text of your own."""
+        return self.speedrun is not None
 
     @property
     def chat_name(self) -> str:
@@ -153,35 +169,54 @@ def run_quickstart(
     work: Path,
     own: OwnText | None = None,
     size: WorldSize | None = None,
-    given: Collection[str] = (),
     accept_changes: bool = False,
     full: bool = False,
+    budget: Budget | None = None,
+    source: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> QuickstartRun:
     """Run or continue the quickstart in `work`.
 
-    `own` replaces the small world, which has `size`; settings are then chosen for it, except those in `given`.
+    `own` replaces the small world, which has `size`; settings are then chosen for it and for the time of `budget`,
+    beginning with the config `source` (None: the preset for the device), except those that `overrides` set. With a
+    budget and without `own`, the packed data that the workspace has is taken.
     `accept_changes` continues a run although its settings changed. `full` adds the runs of `full`, without `own`.
     """
     workspace = open_workspace(work, create=True)
-    run = QuickstartRun(workspace, config, own_data=own is not None)
+    run = QuickstartRun(workspace, config)
     timer = _Timer(run)
-    refuse_other_text(workspace, config.train.name, _sources(workspace, own))
-    if own is None:
+    if budget is not None:
+        device = pick_device(config.parallel.device).type
+        chats = () if own is None else chat_files(Path(own.source.location))
+        run.speedrun = Speedrun(workspace, budget, source or PRESETS[device], overrides, device, chats)
+        run.config = config = run.speedrun.config
+    if own is not None or not run.own_data:
+        refuse_other_text(workspace, config.train.name, _sources(workspace, own))
+    if not run.own_data:
         with timer.stage("raw data") as done:
             size = size or WorldSize()
             write_raw(workspace.raw, WORLD_SEED, size.bytes_per_language, size.code_bytes)
             done(f"en.jsonl, zh.json, code.parquet: {human_bytes(folder_bytes(workspace.raw))}")
-    report = _build_data(run, timer, own, given)
+    report = _build_data(run, timer, own) if own is not None or not run.own_data else None
+    if run.speedrun is not None:
+        if own is None:
+            run.speedrun.take_packed(packed_root(workspace.packed, run.config.data))
+        _choose(run, run.speedrun, timer)
     _train(run, timer, accept_changes)
     with timer.stage("evaluate") as done:
         loaded = load_run(workspace, config.train.name, run.best_step)
-        run.evaluation = _evaluation(loaded, workspace, None if own is not None else workspace.raw / PROBES_NAME)
+        if own is None and run.own_data:  # packed elsewhere: there are no documents
+            run.evaluation = {"held_out": _held_out(loaded, workspace)}
+        else:
+            run.evaluation = _evaluation(loaded, workspace, None if run.own_data else workspace.raw / PROBES_NAME)
         run.shown_probes = _shown_probes(run)
         channels = run.evaluation["held_out"]
         bits = ", ".join(f"{channel} {values['bits_per_byte']:.2f}" for channel, values in channels.items())
         done(f"bits per byte: {bits}" if bits else "no held-out text to score")
     with timer.stage("generate") as done:
-        run.samples = _samples(loaded, SAMPLE_PROMPTS if own is None else _own_prompts(workspace, report))
+        run.samples = _samples(
+            loaded, SAMPLE_PROMPTS if own is None or report is None else _own_prompts(workspace, report)
+        )
         done(counted(len(run.samples), "sample"))
     with timer.stage("export") as done:
         exported = workspace.root / "hf"
@@ -195,7 +230,10 @@ def run_quickstart(
         is_english = language() == "zh" and not cjk_fonts()
         said = human_bytes(picture.stat().st_size)
         done(f"{said}, in English: no Chinese font is installed" if is_english else said)
-    if own is None:
+    if run.speedrun is not None and run.speedrun.chats:
+        with timer.stage("chat") as done:
+            done(_own_chat(run, run.speedrun, loaded, timer))
+    if not run.own_data:
         with timer.stage("chat") as done:
             _chat(run, loaded, size or WorldSize())
             facts, refused = (_shares(run.chat["sft"], kind) for kind in ("known_fact", "outside"))
@@ -220,35 +258,50 @@ def _chat(run: QuickstartRun, base: LoadedModel, size: WorldSize) -> None:
     _ask(run, base, "sft", run.chat_name)
 
 
+def _own_chat(run: QuickstartRun, speedrun: Speedrun, base: LoadedModel, timer: _Timer) -> str:
+    """Fine-tune on the conversations among a person's files, for its share of the time."""
+    options = sft.SftOptions(run.chat_name, speedrun.chats, replay=CHAT_REPLAY, step=base.step, replace=True)
+    prepared = sft.prepare_sft(base.name, run.workspace, options)
+    ends_at = time.monotonic() + CHAT_SHARE * max(0.0, speedrun.budget.seconds - timer.spent)
+    watch = Deadline(prepared.run, prepared.config, ends_at, may_extend=False)
+    summary = train(prepared.config, run.workspace, say=lambda _: None, brief=True, watch=watch)
+    kept = sum(prepared.report["kept"].values()) if isinstance(prepared.report.get("kept"), dict) else 0
+    return f"{counted(kept, 'conversation')}, {counted(summary.step, 'step')}: z2a chat {run.chat_name}"
+
+
 def _ask(run: QuickstartRun, base: LoadedModel, row: str, name: str) -> None:
     """Ask a run in a chat, let it complete the probes, and score the held-out text of its base."""
     workspace, loaded = run.workspace, load_run(run.workspace, name)
     answers = workspace.run(name) / "eval" / f"{row}-{ANSWERS_NAME}"
     run.chat[row] = judge(loaded, WORLD_SEED, completed_facts(run.evaluation), answers)
-    assert base.config is not None, "it is a run"
-    packed = packed_root(workspace.packed, base.config.data)
-    splits = open_valid_splits(packed, valid_sources(packed, base.config))
-    run.chat_held_out[row] = held_out_scores(loaded.model, splits, base.config)
+    run.chat_held_out[row] = _held_out(loaded, workspace, base)
     probes = read_probes(workspace.raw / PROBES_NAME)
     run.chat_probes[row] = summarize(run_probes(Engine(loaded), probes))["accuracy"]
+
+
+def _held_out(loaded: LoadedModel, workspace: Workspace, base: LoadedModel | None = None) -> dict[str, Any]:
+    """The scores of a model on the held-out text of a run: its own, or that of its base."""
+    config = (base or loaded).config
+    assert config is not None, "it is a run"
+    packed = packed_root(workspace.packed, config.data)
+    return held_out_scores(loaded.model, open_valid_splits(packed, valid_sources(packed, config)), config)
 
 
 def _shares(scores: dict[str, ChatScore], kind: str) -> str:
     return ", ".join(f"{language} {score.share(kind):.0%}" for language, score in scores.items())
 
 
-def _build_data(run: QuickstartRun, timer: _Timer, own: OwnText | None, given: Collection[str]) -> dict[str, Any]:
-    """Corpus, tokenizer and packed data; for own text, also the settings of the run. Returns the corpus report."""
-    workspace, config = run.workspace, run.config
+def _build_data(run: QuickstartRun, timer: _Timer, own: OwnText | None) -> dict[str, Any]:
+    """Corpus, tokenizer and packed data. Returns the corpus report."""
+    workspace, config, speedrun = run.workspace, run.config, run.speedrun
     options, announce = WORLD_OPTIONS, None
-    if own is not None:
-        # The preset's mixture and frames speak of the small world.
-        world = {name: None for name in ("data.mixture", "data.question_frames") if name not in given}
-        config = own_text.with_settings(config, world)
-        duration = own_text.forecast(own.size_bytes, config, given)
-        print(t(f"{own.in_words()}. This takes about {duration} on two idle CPU cores."), flush=True)
+    if own is not None and speedrun is not None:
+        minutes = human_seconds(speedrun.budget.seconds)
+        print(t(f"{own.in_words()}. Everything takes {minutes} in all (--minutes)."), flush=True)
+        with timer.stage("machine") as done:
+            done(speedrun.speed.in_words())
         # Damage and rules that drop much are named, and do not stop the build.
-        options = BuildOptions(**own_text.cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
+        options = BuildOptions(**cutting(own.size_bytes), max_damaged_share=1.0, accept_drops=True)
         announce = say
     with timer.stage("corpus") as done:
         report = build_corpus(workspace.corpus, _sources(workspace, own), options, announce=announce)
@@ -259,21 +312,28 @@ def _build_data(run: QuickstartRun, timer: _Timer, own: OwnText | None, given: C
             run.losses = striking_drops(report, workspace.root)
         done(f"{kept:,} of {counted(seen, 'record')}, {human_bytes(totals['bytes_kept'])} of text")
     with timer.stage("tokenizer") as done:
-        if own is not None:
-            config = _with_vocabulary(config, workspace, totals["bytes_kept"], given)
+        if speedrun is not None:
+            config = _with_vocabulary(speedrun, workspace, totals["bytes_kept"])
         vocabulary = train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
         done(f"{vocabulary['vocab_size']:,} token ids")
     with timer.stage("pack") as done:
         packed = pack_corpus(workspace.corpus, workspace.tokenizer, workspace.packed)
         tokens = {key: split["tokens"] for key, split in packed.items()}
         done(f"{sum(tokens.values()):,} tokens, {human_bytes(folder_bytes(workspace.packed))}")
-    if own is not None:
+    if speedrun is not None:
         tokens = {key.removesuffix("/train"): count for key, count in tokens.items() if key.endswith("/train")}
-        config = own_text.with_settings(config, own_text.run_settings(tokens, config, given))
-        sized = own_text.with_settings(config, {"model.vocab_size": vocabulary["vocab_size"]})
-        _print_lines(own_text.settings_in_words(tokens, sized, given) + too_little_in_words(totals["bytes_kept"]))
+        speedrun.values |= {"model.vocab_size": vocabulary["vocab_size"], **speedrun.rows_for(tokens)}
+        _print_lines(too_little_in_words(totals["bytes_kept"]))
     run.config = config
     return report
+
+
+def _choose(run: QuickstartRun, speedrun: Speedrun, timer: _Timer) -> None:
+    """Train the model that seems best for a moment, and choose the run."""
+    with timer.stage("pilot") as done:
+        speedrun.pilot(unique_tokens(speedrun.config, run.workspace), timer.spent)
+        done(speedrun.speed.in_words())
+    run.config = speedrun.decide(timer.spent)
 
 
 def _train(run: QuickstartRun, timer: _Timer, accept_changes: bool) -> None:
@@ -288,9 +348,12 @@ def _train(run: QuickstartRun, timer: _Timer, accept_changes: bool) -> None:
     if 0 < reached < config.train.steps:
         _print_lines([f"training continues from step {reached:,} of {config.train.steps:,}"])
     with timer.stage("train") as done:
-        summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True)
+        with watched_gpu(pick_device(config.parallel.device)) as gpu:
+            watch = (lambda _step: None) if run.speedrun is None else run.speedrun.deadline(config, timer.spent)
+            summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True, watch=watch)
+        run.watts = gpu.get("watts")
         run.curve = _held_out_curve(folder)
-        run.best_step = best_step(folder) or summary.step
+        run.last_step, run.best_step = summary.step, best_step(folder) or summary.step
         loss = f"held-out loss {run.curve[-1][1]:.3f}" if run.curve else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
 
@@ -303,7 +366,7 @@ def clear_workspace(work: Path) -> None:
     folders = (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs)
     for folder in (*folders, work / "hf", *(work / each.FOLDER for each in (sft, dpo, rl))):
         shutil.rmtree(folder, ignore_errors=True)
-    for name in (TIMES_NAME, SUMMARY_NAME, STAMP_NAME):
+    for name in (TIMES_NAME, SUMMARY_NAME, REPORT_NAME, PLAN_NAME, STAMP_NAME):
         (work / name).unlink(missing_ok=True)
 
 
@@ -314,23 +377,23 @@ def _sources(workspace: Workspace, own: OwnText | None) -> list[Source]:
     return [Source(channel, workspace.raw / name, channel) for channel, name in names.items()]
 
 
-def _with_vocabulary(config: RunConfig, workspace: Workspace, text_bytes: int, given: Collection[str]) -> RunConfig:
-    """`config` with a vocabulary that this text can support, which is also trained."""
-    most = config.tokenizer.vocab_size
-    config = own_text.with_settings(config, own_text.vocabulary_settings(text_bytes, config, given))
+def _with_vocabulary(speedrun: Speedrun, workspace: Workspace, text_bytes: int) -> RunConfig:
+    """The config with a vocabulary that this text can support, which is also trained."""
+    most = speedrun.config.tokenizer.vocab_size
+    speedrun.values |= speedrun.vocabulary_settings(text_bytes)
+    config = speedrun.config
     try:
         train_on_corpus(workspace.corpus, workspace.tokenizer, config.tokenizer)
     except TooFewPiecesError as error:
-        if "tokenizer.vocab_size" in given:
+        if "tokenizer.vocab_size" in speedrun.given:
             raise BadInputError(
                 f"This text has pieces for at most {error.largest:,} token ids, but "
                 f"--tokenizer.vocab_size asks for {most:,}. Leave it out to let the quickstart choose, "
                 f"or set it to {error.largest} or less."
             ) from None
         _print_lines([f"this text has pieces for at most {error.largest:,} token ids: training again with that number"])
-        config = own_text.with_settings(config, {"tokenizer.vocab_size": error.largest})
-    _print_lines([own_text.vocabulary_in_words(config, most, given)])
-    return config
+        speedrun.values["tokenizer.vocab_size"] = error.largest
+    return speedrun.config
 
 
 def _print_lines(lines: list[str]) -> None:
@@ -419,12 +482,18 @@ class _Timer:
         self.journey = journey
         self.path = journey.workspace.root / TIMES_NAME
         self.known: dict[str, dict[str, Any]] = read_json(self.path) if self.path.is_file() else {}
+        self.began = time.perf_counter()
+
+    @property
+    def spent(self) -> float:
+        """Seconds of all stages so far, of earlier starts too, with the one that runs."""
+        return sum(stage["seconds"] for stage in self.known.values()) + time.perf_counter() - self.began
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Callable[[str], None]]:
         """Time a stage; the block says its result through what is yielded."""
         results: list[str] = []
-        started = time.perf_counter()
+        started = self.began = time.perf_counter()
         spent_before = float(self.known.get(name, {}).get("seconds", 0.0))
         finished_before = bool(self.known.get(name, {}).get("finished", False))
         try:
@@ -436,6 +505,7 @@ class _Timer:
             total = spent_before if finished and finished_before and seconds < spent_before else spent_before + seconds
             self.known[name] = {"seconds": total, "finished": finished or finished_before}
             write_json(self.path, self.known)
+            self.began = time.perf_counter()
         stage = StageTime(name, total, results[0], done_before=total == spent_before)
         self.journey.stages.append(stage)
         print(f"{padded(t(name), NAME_COLUMNS)} {human_seconds(total):>6}  {t(stage.in_words())}", flush=True)

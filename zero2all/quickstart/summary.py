@@ -17,12 +17,15 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, human_seconds, terminal_safe
 from zero2all.quickstart.chat import ChatScore
 from zero2all.quickstart.pipeline import SUMMARY_NAME, QuickstartRun
+from zero2all.quickstart.report import write_report
 from zero2all.train.validate import all_rows
 
 
 def print_summary(journey: QuickstartRun) -> None:
     """Print the results and the next commands; write all tables to `summary.md` in the workspace."""
     write_atomic(journey.workspace.root / SUMMARY_NAME, _markdown(journey).encode())
+    if journey.speedrun is not None:
+        write_report(journey, journey.speedrun)
     print()
     for line in _results(journey):
         print(line)
@@ -37,7 +40,7 @@ def print_summary(journey: QuickstartRun) -> None:
 
 def _results(journey: QuickstartRun) -> list[str]:
     """Some lines: what was made, how good it is, and where it lies."""
-    steps, size = journey.config.train.steps, journey.parameters / 1e6
+    steps, size = journey.last_step, journey.parameters / 1e6
     seconds = human_seconds(sum(stage.seconds for stage in journey.stages))
     lines = [t(f"Done in {seconds}: a model of {size:.2f} M parameters, trained for {steps:,} steps.")]
     lines += [t(line) for line in outlook(journey)]
@@ -95,7 +98,7 @@ def _one_line(text: str) -> str:
 
 def outlook(journey: QuickstartRun) -> list[str]:
     """What the held-out loss over the steps says: which checkpoint is the best, and what would help."""
-    losses, best, last = dict(journey.curve), journey.best_step, journey.config.train.steps
+    losses, best, last = dict(journey.curve), journey.best_step, journey.last_step
     if best in losses and best < last:
         return [
             f"The best checkpoint is that of step {best:,}: its held-out loss is {losses[best]:.3f}, at the end it was "
@@ -144,7 +147,7 @@ def next_commands(journey: QuickstartRun) -> list[str]:
     name, work = journey.config.train.name, journey.workspace.root.absolute()
     z2a, in_work = z2a_command(), f"--work {shlex.quote(str(work))}"
     prompt = shlex.quote(_one_line(_shown_sample(journey)[0]) if journey.samples else "Hello")
-    step = f" --step {journey.best_step}" if journey.best_step < journey.config.train.steps else ""
+    step = f" --step {journey.best_step}" if journey.best_step < journey.last_step else ""
     chat = [f"{z2a} chat {shlex.quote(journey.chat_name)} {in_work}"] if journey.chat else []
     commands = [
         *chat,
@@ -153,7 +156,7 @@ def next_commands(journey: QuickstartRun) -> list[str]:
     ]
     if journey.is_falling:
         config = shlex.quote(str(work / "runs" / name / "config.yaml"))
-        longer = f"--train.name longer --train.steps {2 * journey.config.train.steps}"
+        longer = f"--train.name longer --train.steps {2 * journey.last_step}"
         commands.append(f"{z2a} train {config} {in_work} {longer}")
     return commands
 

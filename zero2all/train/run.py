@@ -68,12 +68,13 @@ def train(
     brief: bool = False,
     started: float | None = None,
     until: int | None = None,
+    watch: Callable[[int], None] = lambda _step: None,
 ) -> TrainSummary:
     """Train `config` to its last step, or to the step `until`, continuing the run if it has a checkpoint. The schedule
     is that of the whole run, so that a run may be trained in parts. Called by every process of the run;
     `make_decode` loads the tokenizer's decoder, for the pages that explain incidents; `make_objective` makes what a
     fine-tuned run learns (`finetune.objectives`). `brief` leaves the notes of the start to the metrics. `started`: when
-    the command began, for the time to the first loss; None: now."""
+    the command began, for the time to the first loss; None: now. `watch` is told of each step."""
     started = time.time() if started is None else started
     run = workspace.run(config.train.name)
     config = with_group(config)
@@ -112,7 +113,7 @@ def train(
         metrics = stack.enter_context(_metrics(context, state, speak))
         stack.enter_context(_explain_peer_failure(config, run, world, state, store.fence))
         log = RunLog(context, state, metrics, speak)
-        trainer = Trainer(context, state, log, stop, make_decode, brief)
+        trainer = Trainer(context, state, log, stop, make_decode, brief, watch)
         log.event("prepared", {"seconds": prepare_seconds})
         return trainer.fit(started)
 

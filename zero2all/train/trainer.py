@@ -101,9 +101,11 @@ class Trainer:
         stop: StopRequest,
         make_decode: Callable[[], Decode] | None = None,
         brief: bool = False,
+        watch: Callable[[int], None] = lambda _step: None,
     ) -> None:
         """`make_decode` loads the tokenizer's decoder, for the pages that explain incidents. `brief`: the notes of the
-        start go to the metrics only."""
+        start go to the metrics only. `watch` is told of each step that was read."""
+        self.watch = watch
         self.context, self.state, self.log, self.stop, self.brief = context, state, log, stop, brief
         self.config, self.world, self.store = context.config, context.world, context.store
         self.guards = Guards(context, state, log, make_decode)
@@ -301,6 +303,7 @@ class Trainer:
         self.log.show_progress(result.tokens[1], said)
         for hook in self.hooks:
             hook.after_result(result, data_seconds)
+        self.watch(result.step)
 
     @contextmanager
     def rolling_back(self) -> Iterator[None]:

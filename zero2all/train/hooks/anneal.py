@@ -91,6 +91,7 @@ class Anneal(Hook):
         if values is None:
             return False
         state, anneal = self._state, anneal_from(values)
+        assert anneal is not None
         state.data = data_with_anneal(self._context.config, self._context.workspace, state, anneal)
         state.anneal, state.last_step = anneal, steps_with_anneal(self._context.config.train.steps, anneal)
         self._guards.read_from(state.data)

@@ -1,0 +1,185 @@
+"""What a text and a time buy: vocabulary, size of the model, tokens, batch and rate, and the loss to expect.
+
+    loss     c (E + A / N^alpha + B / D'^beta)     the law of our own ladder of runs; c from a pilot on this text
+    seconds  steps (host + FLOPs of a step / speed)  measured on this machine
+
+Every shape (`experiments.shapes`) gets the tokens that the time allows it, at most REPEATS times the text, of which
+repetitions count less (`experiments.law.worth`); the one with the least loss is taken. Batch and rate follow those of
+the preset: B ~ D^0.571 (`config.rules`), rate ~ sqrt(B) D^(-1/3). docs/speedrun.md explains each choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zero2all.config import RunConfig
+from zero2all.config.rules import BATCH_POWER, REFERENCE_BATCH, REFERENCE_TOKENS, SHORT_RUN_POWER, with_value
+from zero2all.estimate.flops import flops_per_token
+from zero2all.estimate.run_calculators import ScalingLaw
+from zero2all.experiments.law import worth
+from zero2all.experiments.shapes import FIELDS, shapes, with_width
+from zero2all.model.config import ModelConfig, parameter_counts
+
+LAWS = {
+    "cpu": ScalingLaw(1.9886, 244.14, 117.5, 0.467, 0.3322),
+    "cuda": ScalingLaw(1.1026, 1501.2, 1758.6, 0.5214, 0.4454),
+}
+"""By device: of runs with the preset of that device, measured by benchmarks/decide.py (docs/measurements.md)."""
+PRESETS = {"cpu": "quickstart", "cuda": "z2all-100m"}
+REPEATS = ((30_000, 10.0), (120_000, 8.0), (400_000, 6.0), (math.inf, 4.0))
+"""(below so many tokens, how often a text is read at most): beyond that the model learns it by heart. On an H200, 59 M
+tokens read 6 times gave 45 M parameters a held-out loss of 1.66; 2.7 times, 56 M parameters 1.62."""
+MOST_PER_TOKEN = 4.0
+"""Parameters in products for each token of the text, at most, for the same reason."""
+LEAST_STEPS = 20
+SEQ_LEN = {"cpu": 128, "cuda": 1024}
+MICRO_TOKENS = {"cpu": 2048, "cuda": 65536}
+"""Tokens of a pass, at most."""
+IDS_PER_ROOT = 3.0
+"""Token ids for each root of a parameter in products: 3,072 at 1 M, 32,768 at 115 M, as the presets have."""
+BYTES_PER_TOKEN_ID = 25
+SMALLEST_VOCABULARY, VOCABULARY_MULTIPLE = 320, 64
+TOKENS_PER_PARAMETER = 10.0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast this machine trains: a step takes `host` seconds, and the products of its tokens."""
+
+    host: float
+    flops: float
+
+    def seconds(self, model: ModelConfig, tokens: int, seq_len: int) -> float:
+        """Of a step."""
+        return self.host + tokens * flops_per_token(model, seq_len)["causal"] / self.flops
+
+    def in_words(self) -> str:
+        """For a person."""
+        return f"{self.flops / 1e9:,.0f} GFLOP/s in steps, {self.host * 1e3:.1f} ms of each step beside them"
+
+    def scaled(self, factor: float) -> Speed:
+        """A machine that takes so many times as long."""
+        return Speed(self.host * factor, self.flops / factor)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model and its training."""
+
+    model: ModelConfig
+    tokens_per_step: int
+    steps: int
+    loss: float
+    """By the law."""
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Of the run."""
+        return self.steps * self.tokens_per_step
+
+    @property
+    def size(self) -> int:
+        """Parameters in products."""
+        return parameter_counts(self.model)["matmul"]
+
+
+def vocabulary(text_bytes: float, flops: float) -> int:
+    """Token ids for a text and the FLOPs it is trained with: a piece that is seen only a few times teaches nothing, and
+    a large head is dear in a small model."""
+    size = math.sqrt(flops / (6 * TOKENS_PER_PARAMETER))
+    wanted = min(IDS_PER_ROOT * math.sqrt(size), text_bytes / BYTES_PER_TOKEN_ID)
+    return max(SMALLEST_VOCABULARY, int(wanted) // VOCABULARY_MULTIPLE * VOCABULARY_MULTIPLE)
+
+
+def choices(
+    config: RunConfig, unique: float, seconds: float, speed: Speed, law: ScalingLaw, given: Collection[str] = ()
+) -> list[Choice]:
+    """What each shape can reach in so many seconds on a text of `unique` tokens, the best first."""
+    found: list[Choice] = []
+    is_given = any(f"model.{name}" in given for name in ("hidden_size", "layers", "heads", "intermediate_size"))
+    for model in [config.model] if is_given else shapes(config.model):
+        size = parameter_counts(model)["matmul"]
+        if found and size > MOST_PER_TOKEN * unique:
+            break
+        tokens = unique
+        for _ in range(4):  # the batch follows from the tokens, and these from the time of a step
+            batch = batch_for(config, tokens, given)
+            step = speed.seconds(model, batch, config.data.seq_len)
+            tokens = min(seconds / step * batch, most_epochs(unique) * unique)
+        steps = config.train.steps if "train.steps" in given else int(tokens / batch)
+        if steps >= min(LEAST_STEPS, config.train.steps):
+            loss = law.loss(size, float(worth(steps * batch, unique)))
+            found.append(Choice(model, batch, steps, loss, steps * step))
+    return sorted(found, key=lambda each: each.loss)
+
+
+def most_epochs(unique: float) -> float:
+    """How often a text of so many tokens is read at most."""
+    return next(epochs for below, epochs in REPEATS if unique < below)
+
+
+def batch_for(config: RunConfig, tokens: float, given: Collection[str]) -> int:
+    """Tokens of a step: by the rule, or those of a preset with its own batch scaled alike; a power of two of rows. On a
+    CPU, where a step costs little beside its tokens, rather fewer."""
+    own = config.train.tokens_per_step
+    if "train.tokens_per_step" in given:
+        return own
+    batch, at = (REFERENCE_BATCH, REFERENCE_TOKENS) if config.train.tokens else (own, config.train.steps * own)
+    power = math.log2(max(1.0, batch * (tokens / at) ** BATCH_POWER / config.data.seq_len))
+    return int(2 ** max(2, round(power) if config.train.tokens else int(power)) * config.data.seq_len)
+
+
+def settings_of(config: RunConfig, choice: Choice, device: str) -> dict[str, Any]:
+    """The fields of a choice. Rates are left to the rules where the preset leaves them."""
+    every, seq_len = -(-choice.steps // 5), config.data.seq_len
+    rows = choice.tokens_per_step // seq_len
+    model = {f"model.{name}": getattr(choice.model, name) for name in (*FIELDS, "head_dim")}
+    values: dict[str, Any] = {
+        **model,
+        "train.tokens": None,
+        "train.tokens_per_step": choice.tokens_per_step,
+        "train.steps": choice.steps,
+        "train.micro_batch_samples": min(rows, max(1, MICRO_TOKENS[device] // seq_len)),
+        # Every state that is validated is kept, so that the best of them is there at the end.
+        **dict.fromkeys(("validation.every_steps", "checkpoint.every_steps", "checkpoint.keep_every_steps"), every),
+    }
+    if config.train.tokens is None:  # a preset with rates of its own
+        own = config.train.steps * config.train.tokens_per_step
+        rate = config.optim.lr_max * math.sqrt(choice.tokens_per_step / config.train.tokens_per_step)
+        values |= {
+            "optim.lr_max": float(f"{rate * (own / choice.tokens) ** SHORT_RUN_POWER:.4g}"),
+            "schedule.kind": "wsd",
+            "schedule.decay_share": 0.65,
+            "schedule.decay_shape": "linear",
+            "schedule.warmup_steps": min(20, -(-choice.steps // 10)),
+        }
+    return values
+
+
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """The config with the chosen fields in their places."""
+    for name, value in values.items():
+        config = with_value(config, name, value)
+    return config
+
+
+def measured_speed(config: RunConfig, device: str) -> Speed:
+    """The speed of this machine, from a second or two of real steps of two shapes."""
+    from zero2all.measure.short_run import measure_steps
+    from zero2all.predict.batch import BatchShape
+
+    rows = max(4, MICRO_TOKENS[device] // config.data.seq_len)
+    points = []
+    for width in (64, 256) if device == "cpu" else (256, 768):
+        model = with_width(config.model, width)
+        batch = BatchShape(rows, config.data.seq_len, 1)
+        found = measure_steps(dataclasses.replace(config, model=model), batch, 1.0, warm_up_seconds=0.5)
+        points.append((batch.tokens * flops_per_token(model, config.data.seq_len)["causal"], found["step_seconds"]))
+    (small, fast), (large, slow) = points
+    flops = (large - small) / max(slow - fast, 1e-3 * slow)
+    return Speed(max(0.0, fast - small / flops), flops)

@@ -1,0 +1,278 @@
+"""`z2a speedrun`: your own text and a time -> the best model that time can buy here, judged and exported on time.
+
+    spent on the text   corpus, tokenizer and packed data: as long as they take
+    PILOT_SHARE of the rest   the chosen model on a few tokens: its pace, and its loss beside the law's
+    reserve             to judge, write samples and export
+    all that is left    the run; its decay ends on time (`deadline`)
+
+What was chosen is kept in `speedrun.json`, so that an interrupted speedrun continues with it. Waiting for an answer
+and the time between two starts are not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json, require_free_space, write_json
+from zero2all.common.language import translate as t
+from zero2all.common.progress import human_count, human_seconds
+from zero2all.common.workspace import Workspace
+from zero2all.config import RunConfig, load_config
+from zero2all.experiments.law import Point, scaled_to
+from zero2all.model.config import parameter_counts
+from zero2all.packed.mixture import TrainingData
+from zero2all.packed.shard_format import open_split, packed_sources
+from zero2all.quickstart.choose import (
+    LAWS,
+    SEQ_LEN,
+    Choice,
+    Speed,
+    choices,
+    measured_speed,
+    most_epochs,
+    settings_of,
+    vocabulary,
+)
+from zero2all.quickstart.deadline import Deadline
+from zero2all.train.run import train
+from zero2all.train.run_data import open_run_data
+
+PLAN_NAME = "speedrun.json"
+PILOT_SHARE, CHAT_SHARE = 0.06, 0.1
+RESERVE = {"cpu": (6.0, 0.02), "cuda": (14.0, 0.01)}
+"""Seconds, and a share of the time, that judging and exporting take."""
+BYTES_PER_PARAMETER = 60
+"""On the disk: the checkpoints that are kept, of weights and two moments, and the export."""
+LEAST_SECONDS, LEAST_PILOT = 20, 20
+SMALLEST_ROW = 32
+ABOVE = 8.0
+"""A run of s steps lies by a share of ABOVE / s above the law, which was fitted to longer ones."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time of a speedrun, and what it costs."""
+
+    seconds: float
+    price_per_hour: float | None = None
+    confirm: Callable[[], bool] = lambda: True
+    """Asks a person whether to go on with the plan that was shown."""
+
+    def money(self, seconds: float) -> str:
+        """What so much time costs, in words; empty without a price."""
+        return "" if self.price_per_hour is None else f", {seconds / 3600 * self.price_per_hour:,.2f} of money"
+
+
+@dataclass
+class Speedrun:
+    """What is decided for one workspace."""
+
+    workspace: Workspace
+    budget: Budget
+    source: str
+    """The preset, or the config file."""
+    overrides: Sequence[str]
+    device: str
+    chats: Sequence[Path] = ()
+    """Files of conversations."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """What was chosen so far, by field."""
+
+    def __post_init__(self) -> None:
+        path = self.workspace.root / PLAN_NAME
+        self.kept: dict[str, Any] = read_json(path) if path.is_file() else {}
+        if self.kept.setdefault("seconds", self.budget.seconds) != self.budget.seconds:
+            raise UsageError(
+                f"{self.workspace.root} has a speedrun of {human_seconds(self.kept['seconds'])}. Give the same time to "
+                f"continue it, --fresh to start over, or another --work."
+            )
+        # The mixture and frames of the preset speak of the small world.
+        length = min(SEQ_LEN[self.device], self.load({}).model.max_seq_len)
+        self.values = {"data.seq_len": length, "data.mixture": None, "data.question_frames": None}
+
+    @property
+    def given(self) -> set[str]:
+        """The fields that the command line sets: these are left alone."""
+        return {word.removeprefix("--").partition("=")[0] for word in self.overrides if word.startswith("--")}
+
+    def load(self, values: Mapping[str, Any]) -> RunConfig:
+        """The config with these values."""
+        words = [f"--{name}={json.dumps(value)}" for name, value in values.items() if name not in self.given]
+        return load_config(self.source, [*self.overrides, *words])
+
+    @property
+    def config(self) -> RunConfig:
+        """With what was chosen so far."""
+        return self.load(self.values)
+
+    def run_config(self, choice: Choice, more: Mapping[str, Any] | None = None) -> RunConfig:
+        """The config of a run."""
+        return self.load({**self.values, **settings_of(self.config, choice, self.device), **(more or {})})
+
+    def keep(self, **values: Any) -> None:
+        """Note what was decided."""
+        self.kept |= values
+        write_json(self.workspace.root / PLAN_NAME, self.kept)
+
+    @property
+    def speed(self) -> Speed:
+        """Of this machine; measured once."""
+        if "speed" not in self.kept:
+            sized = self.load({**self.values, "model.vocab_size": 4096})
+            self.keep(speed=dataclasses.asdict(measured_speed(sized, self.device)))
+        return Speed(**self.kept["speed"])
+
+    @property
+    def reserve(self) -> float:
+        """Seconds after the training."""
+        fixed, share = RESERVE[self.device]
+        return fixed + share * self.budget.seconds
+
+    def left(self, spent: float) -> float:
+        """Seconds for the run, after so many."""
+        return (self.budget.seconds - spent - self.reserve) * (1 - CHAT_SHARE * bool(self.chats))
+
+    def take_packed(self, packed: Path) -> None:
+        """Begin with data that was packed before."""
+        splits = [open_split(packed, name, "train") for name in packed_sources(packed)]
+        tokens = {split.name: split.tokens for split in splits}
+        self.values |= {"model.vocab_size": int(splits[0].manifest["vocab_size"]), **self.rows_for(tokens)}
+
+    def rows_for(self, tokens: Mapping[str, int]) -> dict[str, Any]:
+        """Rows that a short text has some of, and the sources that have at least one."""
+        length: int = self.config.data.seq_len
+        values: dict[str, Any] = {}
+        while length > SMALLEST_ROW and sum(tokens.values()) < 8 * length:
+            length //= 2
+        values["data.seq_len"] = length
+        if any(count <= length for count in tokens.values()):
+            values["data.mixture"] = {name: float(count if count > length else 0) for name, count in tokens.items()}
+        return values
+
+    def vocabulary_settings(self, text_bytes: int) -> dict[str, Any]:
+        """The tokenizer for a text of this size."""
+        size = vocabulary(text_bytes, self.speed.flops * self.budget.seconds)
+        return {"tokenizer.vocab_size": size}
+
+    def choose(self, spent: float) -> list[Choice]:
+        """The models for the time that is left, best first; `spent`: seconds of the stages so far."""
+        left = self.left(spent)
+        unique = self.kept["unique_tokens"]
+        found = choices(self.config, unique, left, self.speed, LAWS[self.device], self.given) if left > 0 else []
+        if not found:
+            raise BadInputError(
+                f"{human_seconds(self.budget.seconds)} are too little here: {human_seconds(spent)} went into the text, "
+                f"{human_seconds(self.reserve)} are needed to judge and export, and what is left does not train even "
+                f"the smallest model. Give at least {human_seconds(spent + self.reserve + 3 * LEAST_SECONDS)}."
+            )
+        return found
+
+    def pilot(self, unique: int, spent: float) -> None:
+        """Train the model that seems best for a moment: its pace and its loss beside the law's are kept."""
+        if "law" not in self.kept:
+            self.keep(unique_tokens=unique)
+            first = self.choose(spent)[0]
+            require_free_space(
+                self.workspace.root, BYTES_PER_PARAMETER * parameter_counts(first.model)["total"], "the model"
+            )
+            short = dataclasses.replace(first, steps=max(LEAST_PILOT, round(PILOT_SHARE * first.steps)))
+            never = {"validation.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.keep_every_steps": 0}
+            trial = self.run_config(short, {**never, "train.name": f"{self.config.train.name}-pilot"})
+            began: list[float] = []
+            summary = train(
+                trial, self.workspace, fresh=True, say=lambda _: None, brief=True,
+                watch=lambda _step: began.append(time.monotonic()),
+            )  # fmt: skip
+            pace = median(later - before for before, later in pairwise(began[2:]))  # the first steps compile
+            expected = self.speed.seconds(first.model, first.tokens_per_step, self.config.data.seq_len)
+            self.keep(speed=dataclasses.asdict(self.speed.scaled(pace / expected)))
+            loss, bits = summary.held_out.get("eval/valid/loss"), summary.held_out.get("eval/valid/bpb")
+            above = 1 + ABOVE / short.steps
+            point = Point("pilot", first.size, short.tokens, unique, (loss or 1.0) / above)
+            law = scaled_to(LAWS[self.device], [point])
+            self.keep(law=dataclasses.asdict(law) if loss else None, bits_per_nat=bits / loss if bits and loss else 1.0)
+
+    def decide(self, spent: float) -> RunConfig:
+        """The run for the time that is left; shown, and asked for once."""
+        if "run" not in self.kept:
+            found = self.choose(spent)
+            run = self.run_config(found[0])
+            factor = 1.0
+            if self.kept["law"]:
+                factor = self.kept["law"]["E"] / LAWS[self.device].E
+            for line in self.plan_lines(found, factor):
+                print(f"   {t(line)}", flush=True)
+            if not self.budget.confirm():
+                raise UsageError("Nothing was trained. Run it again with another --minutes, or with --yes.")
+            self.keep(
+                run={"width": found[0].model.hidden_size, "tokens_per_step": found[0].tokens_per_step,
+                     "steps": found[0].steps, "predicted_loss": factor * found[0].loss},
+            )  # fmt: skip
+            return run
+        kept = self.kept["run"]
+        model = next(each for each in self.all_shapes() if each.hidden_size == kept["width"])
+        choice = Choice(model, kept["tokens_per_step"], kept["steps"], kept["predicted_loss"], 0.0)
+        return self.run_config(choice)
+
+    def all_shapes(self) -> list[Any]:
+        """The shapes that may have been chosen."""
+        from zero2all.experiments.shapes import shapes
+
+        return [self.config.model, *shapes(self.config.model)][::-1]
+
+    def plan_lines(self, found: list[Choice], factor: float) -> list[str]:
+        """The plan for a person: what was chosen, and what its neighbours would give."""
+        best, unique = found[0], self.kept["unique_tokens"]
+        bits = self.kept["bits_per_nat"]
+        total = parameter_counts(best.model)["total"]
+        epochs = best.tokens / max(1, unique)
+        lines = [
+            f"model of {total / 1e6:.2f} M parameters, {best.model.layers} layers, width {best.model.hidden_size}",
+            f"{best.steps:,} steps of {best.tokens_per_step:,} tokens, {human_count(best.tokens)} in all: "
+            f"the text {epochs:.1f} times",
+            f"expected held-out loss {factor * best.loss:.3f} ({factor * best.loss * bits:.3f} bits per byte)",
+            f"time {human_seconds(self.budget.seconds)} in all{self.budget.money(self.budget.seconds)}",
+        ]
+        by_size = sorted(found, key=lambda each: each.size)
+        place = by_size.index(best)
+        for name, at in (("smaller", place - 1), ("larger", place + 1)):
+            if 0 <= at < len(by_size):
+                other = by_size[at]
+                size = parameter_counts(other.model)["total"] / 1e6
+                lines.append(f"one size {name} ({size:.2f} M): loss {factor * other.loss:.3f}")
+        if epochs > 0.95 * most_epochs(unique):
+            lines.append("the text is too short for this time: more would only be learned by heart, so it ends early")
+        return lines
+
+    def deadline(self, config: RunConfig, spent: float) -> Deadline:
+        """The end of the run."""
+        return Deadline(self.workspace.run(config.train.name), config, time.monotonic() + self.left(spent))
+
+
+def unique_tokens(config: RunConfig, workspace: Workspace) -> int:
+    """Tokens of the sources that a run reads."""
+    data: TrainingData = open_run_data(config, workspace, resumed=False)[0]
+    shares = next(iter(data.shares.values()))
+    return sum(split.tokens for split, share in zip(data.splits, shares, strict=True) if share)
+
+
+def chat_files(folder: Path) -> list[Path]:
+    """Files of conversations in what a person gave: their first record has a list of messages."""
+    files = sorted(folder.rglob("*")) if folder.is_dir() else [folder]
+    found = []
+    for path in files:
+        if path.suffix.lower() in (".json", ".jsonl") and path.is_file():
+            with open(path, "rb") as file:
+                beginning = file.read(4096)
+            if b'"messages"' in beginning or b'"conversations"' in beginning:
+                found.append(path)
+    return found
