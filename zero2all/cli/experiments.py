@@ -132,7 +132,7 @@ def _try(arguments: argparse.Namespace) -> None:
     --work
     --name NAME =value       name of the study and beginning of the names of its runs (default value)
     --step N:int>=1          checkpoint to begin with (default: the newest)
-    --steps N:int>=2!        steps of each decay
+    --steps! N:int>=2        steps of each decay
     --try/tries* MIXTURE     a mixture, such as '{new: 0.3, old: 0.7}'; may be repeated; the run's own is tried first
     --at-once N:int>=1 =1    decays at the same time (default 1)
 

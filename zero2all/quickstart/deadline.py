@@ -1,8 +1,8 @@
 """Ends a run on time: its decay is given another end when the machine turns out faster or slower than expected.
 
-At LOOKS of its time or of its steps the steps that are left are counted anew from the pace since the look before. Where they differ,
-the run is asked to anneal over that many, as `z2a anneal` would: the rate then falls from where it stands, and the
-record of it is in the run's folder and in its checkpoints, so that a run that was killed goes on the same way.
+At LOOKS of its time or of its steps, those that are left are counted anew from the pace since the look before. Where
+they differ, the run is asked to anneal over that many, as `z2a anneal` would: the rate then falls from where it stands,
+and the record of it is in the run's folder and in its checkpoints, so that a run that was killed goes on the same way.
 """
 
 from __future__ import annotations
