@@ -12,11 +12,11 @@ import pytest
 from zero2all.cli import main
 from zero2all.common.errors import BadInputError
 from zero2all.common.workspace import Workspace, open_workspace
-from zero2all.config import load_config
 from zero2all.corpus import BuildOptions, build_corpus
 from zero2all.corpus.report import striking_drops
 from zero2all.quickstart.own_text import corpus_in_words, look_at, too_little_in_words
 from zero2all.quickstart.pipeline import _with_vocabulary
+from zero2all.quickstart.speedrun import Budget, Speedrun
 from zero2all.quickstart.summary import verdicts
 
 ENGLISH = re.findall(r"\w+", "the of and to in a is that it was for on are with as I his they be at one have this from")
@@ -107,7 +107,9 @@ def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path
 def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = random.Random(7)
     workspace, _ = corpus_of(tmp_path, (english(rng) for _ in range(60)))
-    config = _with_vocabulary(load_config("quickstart", []), workspace, 100_000, ())
+    speedrun = Speedrun(workspace, Budget(600), "quickstart", (), "cpu")
+    speedrun.keep(speed={"host": 0.0, "each": 35e-6, "flops": 1e11})
+    config = _with_vocabulary(speedrun, workspace, 100_000)
     told = re.search(r"has pieces for at most (\d+) token ids: training again", capsys.readouterr().out)
     assert told is not None
     assert config.tokenizer.vocab_size == int(told[1])
@@ -116,7 +118,7 @@ def test_a_second_training_of_the_tokenizer_is_explained(tmp_path: Path, capsys:
 def test_bits_per_byte_are_put_into_words_beside_gzip() -> None:
     for bits, is_falling, words in (
         (2.0, True, "en: 2.00, 50% less than gzip -9 (4.00). It learned from your text."),
-        (4.5, True, "en: 4.50, more than gzip -9 (4.00). It needs more steps (--train.steps)."),
+        (4.5, True, "en: 4.50, more than gzip -9 (4.00). It needs more time (--minutes)."),
         (4.5, False, "en: 4.50, more than gzip -9 (4.00). It needs more text."),
     ):
         assert words in "\n".join(verdicts({"en": {"bits_per_byte": bits, "gzip_bits_per_byte": 4.0}}, is_falling))

@@ -18,8 +18,9 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import load_config
 from zero2all.infer.chat import choose
 from zero2all.infer.load import load_run
-from zero2all.quickstart.own_text import given_fields, look_at
+from zero2all.quickstart.own_text import look_at
 from zero2all.quickstart.pipeline import QuickstartRun, WorldSize, clear_workspace, run_quickstart
+from zero2all.quickstart.speedrun import Budget, Speedrun
 from zero2all.quickstart.summary import next_commands, outlook
 from zero2all.track.reader import read_run
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
@@ -209,14 +210,17 @@ def own(warm: WarmProcess, novel: Path, tmp_path_factory: pytest.TempPathFactory
 
 def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(own: tuple[Path, str]) -> None:
     work, output = own
-    looked = ("3 files, 2", "on two idle CPU cores", "left out: cover.jpg (binary)")  # how much, and how long it takes
-    kept = ("code   0 of 1 documents kept", "not trained on: novel-code, 0 tokens")
-    chosen = ("vocabulary of ", "samples of 64 tokens", "15 steps", "as you asked", "gzip -9")
+    looked = ("3 files, 2", "Everything takes 5m00s", "left out: cover.jpg (binary)")  # how much, and how long it takes
+    kept = ("code   0 of 1 documents kept", "one size larger")
+    chosen = ("GFLOP/s in steps", "15 steps of", "expected held-out loss", "gzip -9")
     ends = (f"z2a generate quickstart --work {work} --prompt", f"In {work}: summary.md")
     assert [words for words in (*looked, *kept, *chosen, *ends) if words not in output] == []
     config, report = load_config(work / "runs/quickstart/config.yaml"), read_json(work / "corpus/report.json")
     assert config.tokenizer.vocab_size < 3072
     assert (config.model.hidden_size, config.train.steps) == (64, 15)
+    assert config.data.mixture["novel-code"] == 0
+    page = (work / "report.html").read_text()
+    assert all(words in page for words in ("held-out loss", "expected", "TFLOP/s", "novel"))
     assert list(report["sources"]) == ["novel-code", "novel-en"]
     assert report["sources"]["novel-en"]["valid_records"] >= 1, "it is cut so that some of it is held out"
     assert report["options"]["rules"] == "default"
@@ -233,23 +237,25 @@ def test_the_best_checkpoint_of_ones_own_text_is_kept_and_the_advice_follows_the
     assert points.value.argmin() == 4, "the last is the best, after so few steps"
     assert (work / "runs/quickstart/eval/step-00000015.json").is_file()
     (advice,) = [line for line in output.splitlines() if "The held-out loss" in line]
-    assert f"to {points.value[-1]:.3f}: more steps would help" in advice
+    assert f"to {points.value[-1]:.3f}: more time would help" in advice
     assert "--train.name longer --train.steps 30" in output
     assert "memorise the text" not in output
 
 
 def test_only_a_held_out_loss_that_still_falls_asks_for_more_steps(tmp_path):
     for curve, best, said, has_longer in (
-        ([(119, 6.5), (238, 6.3), (357, 6.1)], 357, "6.300 at step 238 to 6.100: more steps would help", True),
+        ([(119, 6.5), (238, 6.3), (357, 6.1)], 357, "6.300 at step 238 to 6.100: more time would help", True),
         ([(119, 6.176), (238, 6.19), (357, 6.207)], 119, "that of step 119: its held-out loss is 6.176, at the", False),
         ([(119, 6.5), (238, 6.201), (357, 6.2)], 357, "no longer falls (6.200): more text would help", False),
     ):
-        config = load_config("quickstart", ["--train.steps", "357"])
-        journey = QuickstartRun(Workspace(tmp_path), config, own_data=True, curve=curve, best_step=best)
+        config, own_text = load_config("quickstart"), Speedrun(Workspace(tmp_path), Budget(60), "quickstart", (), "cpu")
+        journey = QuickstartRun(
+            Workspace(tmp_path), config, speedrun=own_text, curve=curve, best_step=best, last_step=357
+        )
         (advice,) = outlook(journey)
         commands = next_commands(journey)
         assert said in advice
-        assert ("more steps would help" in advice) == has_longer
+        assert ("more time would help" in advice) == has_longer
         assert any("--train.steps 714" in command for command in commands) == has_longer
         assert ("--step 119" in commands[0]) == (best == 119)
         assert journey.is_falling == has_longer
@@ -258,7 +264,8 @@ def test_only_a_held_out_loss_that_still_falls_asks_for_more_steps(tmp_path):
 def test_the_same_command_again_chooses_the_same_and_finds_everything_done(own, novel, monkeypatch, capsys):
     monkeypatch.setenv("Z2A_LANG", "zh")
     before, words = (own[0] / "runs/quickstart/config.yaml").read_bytes(), ["--train.steps", "15"]
-    journey = run_quickstart(load_config("quickstart", words), own[0], look_at(novel), given=given_fields(words))
+    config = load_config("quickstart", words)
+    journey = run_quickstart(config, own[0], look_at(novel), budget=Budget(300), source="quickstart", overrides=words)
     assert {stage.name for stage in journey.stages if stage.done_before} >= {"tokenizer", "pack", "train"}
     assert (own[0] / "runs/quickstart/config.yaml").read_bytes() == before
     assert len(journey.samples) == 2
@@ -273,7 +280,7 @@ def test_other_text_is_not_put_into_a_workspace_that_has_learned_from_some(own, 
     before = report.read_bytes()
     for other in (look_at(tmp_path / "other.txt"), None):
         with pytest.raises(UsageError, match=r"trained on .*novel.*--fresh.*another --work"):
-            run_quickstart(load_config("quickstart"), own[0], other)
+            run_quickstart(load_config("quickstart"), own[0], other, budget=Budget(300) if other else None)
     assert report.read_bytes() == before
 
 
@@ -281,7 +288,7 @@ def test_a_vocabulary_of_ones_own_that_is_too_large_names_the_flag_the_quickstar
     (tmp_path / "own.txt").write_text("A few words, however well chosen, do not fill a large vocabulary.")
     words, own = ["--tokenizer.vocab_size", "900"], look_at(tmp_path / "own.txt")
     with pytest.raises(BadInputError, match=r"--tokenizer.vocab_size asks for 900.* set it to \d+ or less") as caught:
-        run_quickstart(load_config("quickstart", words), tmp_path / "work", own, given=given_fields(words))
+        run_quickstart(load_config("quickstart", words), tmp_path / "work", own, budget=Budget(300), overrides=words)
     assert "--vocab-size" not in str(caught.value)
     assert not (tmp_path / "work/tokenizer").exists()
 

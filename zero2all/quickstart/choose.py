@@ -1,7 +1,7 @@
 """What a text and a time buy: vocabulary, size of the model, tokens, batch and rate, and the loss to expect.
 
     loss     c (E + A / N^alpha + B / D'^beta)     the law of our own ladder of runs; c from a pilot on this text
-    seconds  steps (host + FLOPs of a step / speed)  measured on this machine
+    seconds  steps (host + tokens x each + FLOPs / speed)  of steps, measured on this machine
 
 Every shape (`experiments.shapes`) gets the tokens that the time allows it, at most REPEATS times the text, of which
 repetitions count less (`experiments.law.worth`); the one with the least loss is taken. Batch and rate follow those of
@@ -48,22 +48,25 @@ TOKENS_PER_PARAMETER = 10.0
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast this machine trains: a step takes `host` seconds, and the products of its tokens."""
+    """How fast this machine trains: seconds of a step and of a token beside products, and FLOP/s of these. A GPU waits
+    for the host at each step; a CPU spends the rest of its time on each token."""
 
     host: float
+    each: float
     flops: float
 
     def seconds(self, model: ModelConfig, tokens: int, seq_len: int) -> float:
         """Of a step."""
-        return self.host + tokens * flops_per_token(model, seq_len)["causal"] / self.flops
+        return self.host + tokens * (self.each + flops_per_token(model, seq_len)["causal"] / self.flops)
 
     def in_words(self) -> str:
         """For a person."""
-        return f"{self.flops / 1e9:,.0f} GFLOP/s in steps, {self.host * 1e3:.1f} ms of each step beside them"
+        beside = f"{self.host * 1e3:.1f} ms of a step" if self.host else f"{self.each * 1e6:.0f} µs of a token"
+        return f"{self.flops / 1e9:,.0f} GFLOP/s in products, {beside} beside them"
 
     def scaled(self, factor: float) -> Speed:
         """A machine that takes so many times as long."""
-        return Speed(self.host * factor, self.flops / factor)
+        return Speed(self.host * factor, self.each * factor, self.flops / factor)
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ def most_epochs(unique: float) -> float:
 
 
 def batch_for(config: RunConfig, tokens: float, given: Collection[str]) -> int:
-    """Tokens of a step: by the rule, or those of a preset with its own batch scaled alike; a power of two of rows. On a
-    CPU, where a step costs little beside its tokens, rather fewer."""
+    """Tokens of a step: by the rule, or those of a preset with its own batch scaled alike; 2, 3, 4, 6, 8, 12 … rows."""
     own = config.train.tokens_per_step
     if "train.tokens_per_step" in given:
         return own
     batch, at = (REFERENCE_BATCH, REFERENCE_TOKENS) if config.train.tokens else (own, config.train.steps * own)
-    power = math.log2(max(1.0, batch * (tokens / at) ** BATCH_POWER / config.data.seq_len))
-    return int(2 ** max(2, round(power) if config.train.tokens else int(power)) * config.data.seq_len)
+    rows = max(2.0, batch * (tokens / at) ** BATCH_POWER / config.data.seq_len)
+    unit = 2 ** (int(math.log2(rows)) - 1)
+    return round(rows / unit) * unit * config.data.seq_len
 
 
 def settings_of(config: RunConfig, choice: Choice, device: str) -> dict[str, Any]:
@@ -144,7 +147,7 @@ def settings_of(config: RunConfig, choice: Choice, device: str) -> dict[str, Any
         "train.tokens": None,
         "train.tokens_per_step": choice.tokens_per_step,
         "train.steps": choice.steps,
-        "train.micro_batch_samples": min(rows, max(1, MICRO_TOKENS[device] // seq_len)),
+        "train.micro_batch_samples": math.gcd(rows, max(1, MICRO_TOKENS[device] // seq_len)),
         # Every state that is validated is kept, so that the best of them is there at the end.
         **dict.fromkeys(("validation.every_steps", "checkpoint.every_steps", "checkpoint.keep_every_steps"), every),
     }
@@ -169,7 +172,7 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def measured_speed(config: RunConfig, device: str) -> Speed:
-    """The speed of this machine, from a second or two of real steps of two shapes."""
+    """The speed of this machine, from some real steps of two shapes."""
     from zero2all.measure.short_run import measure_steps
     from zero2all.predict.batch import BatchShape
 
@@ -178,8 +181,9 @@ def measured_speed(config: RunConfig, device: str) -> Speed:
     for width in (64, 256) if device == "cpu" else (256, 768):
         model = with_width(config.model, width)
         batch = BatchShape(rows, config.data.seq_len, 1)
-        found = measure_steps(dataclasses.replace(config, model=model), batch, 1.0, warm_up_seconds=0.5)
+        found = measure_steps(dataclasses.replace(config, model=model), batch, 0.5, warm_up_seconds=0.2)
         points.append((batch.tokens * flops_per_token(model, config.data.seq_len)["causal"], found["step_seconds"]))
     (small, fast), (large, slow) = points
     flops = (large - small) / max(slow - fast, 1e-3 * slow)
-    return Speed(max(0.0, fast - small / flops), flops)
+    beside = max(0.0, fast - small / flops)
+    return Speed(0.0, beside / batch.tokens, flops) if device == "cpu" else Speed(beside, 0.0, flops)

@@ -21,8 +21,8 @@ TOLERANCE = 0.005
 class Deadline:
     """Called after each step of a run that is to end at `ends_at`, by time.monotonic()."""
 
-    def __init__(self, run: Path, config: RunConfig, ends_at: float, may_extend: bool = True) -> None:
-        self.run, self.ends_at, self.end, self.may_extend = run, ends_at, config.train.steps, may_extend
+    def __init__(self, run: Path, config: RunConfig, ends_at: float, most_steps: int) -> None:
+        self.run, self.ends_at, self.end, self.most_steps = run, ends_at, config.train.steps, most_steps
         self.to_share = config.schedule.min_lr_ratio
         self.looks = list(LOOKS)
         self.began: float | None = None
@@ -40,9 +40,8 @@ class Deadline:
             return
         self.looks.pop(0)
         pace = (step - self.mark[0]) / max(now - self.mark[1], 1e-6)
-        left = max(1, round(pace * (self.ends_at - now)))
+        left = max(1, min(round(pace * (self.ends_at - now)), self.most_steps - step))
         self.mark = (step, now)
-        later = left - (self.end - step)
-        if abs(later) > TOLERANCE * self.end and (self.may_extend or later < 0):
+        if abs(left - (self.end - step)) > TOLERANCE * self.end:
             self.end = step + left
             request_anneal(self.run, left, "linear", self.to_share)

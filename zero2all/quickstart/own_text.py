@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,3 @@ def cutting(raw_bytes: int) -> dict[str, Any]:
     size = min(max(raw_bytes // DOCUMENTS_WANTED, shortest), longest)
     share = next((share for below, share in VALID_SHARES if raw_bytes < below), 0.02)
     return {"split_text_above_bytes": 3 * size, "text_piece_bytes": size, "valid_share": share}
-
-
-def given_fields(overrides: Collection[str]) -> frozenset[str]:
-    """The fields that `--section.field value` overrides set."""
-    return frozenset(word.removeprefix("--").partition("=")[0] for word in overrides if word.startswith("--"))

@@ -263,7 +263,7 @@ def _own_chat(run: QuickstartRun, speedrun: Speedrun, base: LoadedModel, timer: 
     options = sft.SftOptions(run.chat_name, speedrun.chats, replay=CHAT_REPLAY, step=base.step, replace=True)
     prepared = sft.prepare_sft(base.name, run.workspace, options)
     ends_at = time.monotonic() + CHAT_SHARE * max(0.0, speedrun.budget.seconds - timer.spent)
-    watch = Deadline(prepared.run, prepared.config, ends_at, may_extend=False)
+    watch = Deadline(prepared.run, prepared.config, ends_at, prepared.config.train.steps)
     summary = train(prepared.config, run.workspace, say=lambda _: None, brief=True, watch=watch)
     kept = sum(prepared.report["kept"].values()) if isinstance(prepared.report.get("kept"), dict) else 0
     return f"{counted(kept, 'conversation')}, {counted(summary.step, 'step')}: z2a chat {run.chat_name}"

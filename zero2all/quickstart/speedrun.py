@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, require_free_space, write_json
 from zero2all.common.language import translate as t
@@ -28,6 +31,7 @@ from zero2all.common.progress import human_count, human_seconds
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, load_config
 from zero2all.experiments.law import Point, scaled_to
+from zero2all.experiments.shapes import FIELDS
 from zero2all.model.config import parameter_counts
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.shard_format import open_split, packed_sources
@@ -54,6 +58,7 @@ BYTES_PER_PARAMETER = 60
 """On the disk: the checkpoints that are kept, of weights and two moments, and the export."""
 LEAST_SECONDS, LEAST_PILOT = 20, 20
 SMALLEST_ROW = 32
+OTHERS_BYTES = 2 << 30
 ABOVE = {"cpu": -3.0, "cuda": 8.0}
 """A pilot of s steps lies by a share of ABOVE / s above the law, which was fitted to longer runs."""
 
@@ -69,7 +74,8 @@ class Budget:
 
     def money(self, seconds: float) -> str:
         """What so much time costs, in words; empty without a price."""
-        return "" if self.price_per_hour is None else f", {seconds / 3600 * self.price_per_hour:,.2f} of money"
+        price = self.price_per_hour
+        return "" if price is None else f", cost {seconds / 3600 * price:,.2f} at {price:g} an hour"
 
 
 @dataclass
@@ -95,6 +101,8 @@ class Speedrun:
                 f"{self.workspace.root} has a speedrun of {human_seconds(self.kept['seconds'])}. Give the same time to "
                 f"continue it, --fresh to start over, or another --work."
             )
+        if self.device == "cuda" and "speed" not in self.kept:
+            refuse_busy_card()
         # The mixture and frames of the preset speak of the small world.
         length = min(SEQ_LEN[self.device], self.load({}).model.max_seq_len)
         self.values = {"data.seq_len": length, "data.mixture": None, "data.question_frames": None}
@@ -213,21 +221,13 @@ class Speedrun:
                 print(f"   {t(line)}", flush=True)
             if not self.budget.confirm():
                 raise UsageError("Nothing was trained. Run it again with another --minutes, or with --yes.")
-            self.keep(
-                run={"width": found[0].model.hidden_size, "tokens_per_step": found[0].tokens_per_step,
-                     "steps": found[0].steps, "predicted_loss": factor * found[0].loss},
-            )  # fmt: skip
+            chosen = {"tokens_per_step": found[0].tokens_per_step, "steps": found[0].steps}
+            model = {name: getattr(found[0].model, name) for name in (*FIELDS, "head_dim")}
+            self.keep(run={"model": model, **chosen, "predicted_loss": factor * found[0].loss})
             return run
         kept = self.kept["run"]
-        model = next(each for each in self.all_shapes() if each.hidden_size == kept["width"])
-        choice = Choice(model, kept["tokens_per_step"], kept["steps"], kept["predicted_loss"], 0.0)
-        return self.run_config(choice)
-
-    def all_shapes(self) -> list[Any]:
-        """The shapes that may have been chosen."""
-        from zero2all.experiments.shapes import shapes
-
-        return [self.config.model, *shapes(self.config.model)][::-1]
+        model_then = dataclasses.replace(self.config.model, **kept["model"])
+        return self.run_config(Choice(model_then, kept["tokens_per_step"], kept["steps"], kept["predicted_loss"], 0.0))
 
     def plan_lines(self, found: list[Choice], factor: float) -> list[str]:
         """The plan for a person: what was chosen, and what its neighbours would give."""
@@ -253,9 +253,24 @@ class Speedrun:
             lines.append("the text is too short for this time: more would only be learned by heart, so it ends early")
         return lines
 
-    def deadline(self, config: RunConfig, spent: float) -> Deadline:
-        """The end of the run."""
-        return Deadline(self.workspace.run(config.train.name), config, time.monotonic() + self.left(spent))
+    def deadline(self, config: RunConfig, spent: float) -> Callable[[int], None]:
+        """What ends the run on time; a run whose steps a person has set ends there."""
+        if "train.steps" in self.given:
+            return lambda _step: None
+        longest = int(most_epochs(self.kept["unique_tokens"]) * self.kept["unique_tokens"])
+        run, ends_at = self.workspace.run(config.train.name), time.monotonic() + self.left(spent)
+        return Deadline(run, config, ends_at, max(config.train.steps, longest // config.train.tokens_per_step))
+
+
+def refuse_busy_card() -> None:
+    """UsageError where others use the GPU: its speed would be measured wrongly, and change on the way."""
+    free, total = torch.cuda.mem_get_info()
+    used = total - free - torch.cuda.memory_reserved()
+    if used > OTHERS_BYTES:
+        raise UsageError(
+            f"Other processes use {used / 2**30:.1f} GiB of this GPU ({total / 2**30:.0f} GiB). End them, or choose "
+            f"another GPU with CUDA_VISIBLE_DEVICES."
+        )
 
 
 def unique_tokens(config: RunConfig, workspace: Workspace) -> int:
@@ -273,6 +288,6 @@ def chat_files(folder: Path) -> list[Path]:
         if path.suffix.lower() in (".json", ".jsonl") and path.is_file():
             with open(path, "rb") as file:
                 beginning = file.read(4096)
-            if b'"messages"' in beginning or b'"conversations"' in beginning:
+            if re.search(rb'"(messages|conversations)"\s*:\s*\[', beginning):
                 found.append(path)
     return found

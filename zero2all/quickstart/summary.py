@@ -111,7 +111,7 @@ def outlook(journey: QuickstartRun) -> list[str]:
     if journey.is_falling:
         return [
             f"The held-out loss still fell at the end, from {before[1]:.3f} at step {before[0]:,} to {now:.3f}: more "
-            f"steps would help (--train.steps)."
+            f"time would help (--minutes)."
         ]
     return [f"The held-out loss no longer falls ({now:.3f}): more text would help, more steps hardly."]
 
@@ -134,9 +134,7 @@ def verdicts(held_out: Mapping[str, Mapping[str, float]], is_falling: bool) -> l
                 f"  {channel}: {ours:.2f}, {less:.0%} less than gzip -9 ({theirs:.2f}). It learned from your text."
             )
         elif is_falling:
-            lines.append(
-                f"  {channel}: {ours:.2f}, more than gzip -9 ({theirs:.2f}). It needs more steps (--train.steps)."
-            )
+            lines.append(f"  {channel}: {ours:.2f}, more than gzip -9 ({theirs:.2f}). It needs more time (--minutes).")
         else:
             lines.append(f"  {channel}: {ours:.2f}, more than gzip -9 ({theirs:.2f}). It needs more text.")
     return lines
