@@ -7,7 +7,7 @@ the best one show which values matter: they bundle on axes that matter, and spre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -190,8 +190,3 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
 
-
-def study_pages(work: Any) -> Iterator[tuple[str, Any]]:
-    """The studies of a workspace that have a page, and its path."""
-    for path in sorted(work.glob(f"studies/*/{REPORT_NAME}")):
-        yield path.parent.name, path

@@ -19,8 +19,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -32,6 +34,9 @@ from starlette.routing import Route
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_regular
+from zero2all.common.html import POLICY, html_page
+from zero2all.common.language import translate
 from zero2all.track import facts
 from zero2all.track.access import Gate, address, is_loopback, listen
 from zero2all.track.chart_library import MISSING, has_charts
@@ -47,6 +52,7 @@ MODULES = sorted(path.name for path in WEB.glob("*.js") if path.name != "before.
 MAX_QUERIES = 400
 MAX_BODY_BYTES = 1_000_000
 MAX_ROWS = 500
+MAX_REPORT_BYTES = 5_000_000
 POLL_SECONDS = 0.1  # how soon appended bytes are noticed: a stat per metrics file
 QUIET_POLL_SECONDS = 1.0  # the same for runs that are not running
 LEAST_SECONDS_BETWEEN_MESSAGES = 0.25
@@ -84,6 +90,7 @@ def make_app(
         Route("/api/curves", _route(api.curves), methods=["POST"]),
         Route("/api/csv", _route(api.csv)),
         Route("/api/stream", api.stream),
+        Route("/studies", _route(api.studies)),
         Route("/health", _health),
         *page_routes(page_files(), [f"/{module}" for module in MODULES]),
     ]
@@ -97,6 +104,13 @@ def page_files() -> dict[str, Path]:
         f"/{path.relative_to(WEB).as_posix()}": path for path in sorted(WEB.rglob("*")) if path.suffix in CONTENT_TYPES
     }
     return {"/": WEB / "index.html", **files}
+
+
+def study_pages(roots: Iterable[Root]) -> dict[str, Path]:
+    """The reports of studies and of a speedrun beside the runs, by the name they are asked for."""
+    works = [root.folder.parent if root.folder.name == "runs" else root.folder for root in roots if not root.mirror]
+    pages = [path for work in works for path in sorted([*work.glob("studies/*/report.html"), work / "report.html"])]
+    return {f"{path.parent.name} ({path.parent.parent})": path for path in pages if path.is_file()}
 
 
 class _BoardApi:
@@ -113,6 +127,19 @@ class _BoardApi:
         rows, total = self.library.rows(request.query_params.get("q", ""), MAX_ROWS)
         roots = [root.facts() for root in self.library.roots]
         return {"boot": self.boot, "version": version, "roots": roots, "rows": rows, "total": total}
+
+    def studies(self, request: Request, _: bytes) -> Response:
+        """The list of reports, or one of them; they hold no script, and may bring their own style."""
+        pages, name = study_pages(self.library.roots), request.query_params.get("name")
+        if name is None:
+            links = (f'<li><a href="studies?name={quote(each)}">{escape(each)}</a></li>' for each in pages)
+            empty = translate("no studies yet: z2a sweep, z2a mixture try and z2a speedrun make them")
+            page = html_page("z2a", "", [f"<ul>{''.join(links)}</ul>" if pages else f"<p>{escape(empty)}</p>"]).encode()
+        elif name in pages:
+            page = read_regular(pages[name], MAX_REPORT_BYTES)
+        else:
+            raise HTTPException(404, f"There is no study {name[:200]!r}.")
+        return Response(page, headers={"Content-Security-Policy": POLICY}, media_type=CONTENT_TYPES[".html"])
 
     def run(self, request: Request) -> Any:
         with self.library.reading(_asked(request, "id")) as run:

@@ -295,3 +295,20 @@ def test_ctrl_c_ends_the_command_calmly_while_a_page_is_open(runs, start):
     assert connection.getresponse().readline().startswith(b"data: ")
     board.signal(signal.SIGINT)
     assert (board.wait(), board.text()) == (0, said)
+
+
+def test_reports_of_studies_are_listed_and_shown_by_name_without_scripts(tmp_path: Path) -> None:
+    report = tmp_path / "studies/rates/report.html"
+    report.parent.mkdir(parents=True)
+    report.write_text("<p>which rate</p>")
+    (tmp_path / "runs").mkdir()
+    with client_of(tmp_path / "runs", cache=tmp_path / "cache") as client:
+        (address,) = re.findall(r'href="(studies\?name=[^"]+)"', client.get("/studies").text)
+        shown = client.get(f"/{address}")
+        assert shown.text == "<p>which rate</p>"
+        assert "default-src 'none'" in shown.headers["content-security-policy"]
+        assert "script-src" not in shown.headers["content-security-policy"]
+        for name in ("../../etc/passwd", str(report), ""):
+            assert client.get("/studies", params={"name": name}).status_code == 404
+        report.unlink()
+        assert "no studies yet" in client.get("/studies").text

@@ -48,6 +48,7 @@ export function drawToolbar(showHelp) {
 			state.runs.length > 1 && toggle('diff', t('diff'), t('diffLong')),
 			state.zoom && h('button', { class: 'plain reset', onclick: () => change({ zoom: null }) }, t('resetZoom'))),
 		h('div', { class: 'corner' },
+			h('a', { class: 'toggle', href: 'studies', target: '_blank' }, t('studies')),
 			h('button', { class: 'icon lang', lang: language() === 'zh' ? 'en' : 'zh', onclick: () => change({ lang: language() === 'zh' ? 'en' : 'zh' }) }, t('language')),
 			button(isDark() ? 'sun' : 'moon', t('theme'), switchTheme, { data: { tool: 'theme' } }),
 			button('help', t('help'), showHelp, { data: { tool: 'help' } })));

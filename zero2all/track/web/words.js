@@ -6,6 +6,7 @@ const WORDS = {
 	title: ['Board', '看板'],
 	skip: ['Skip to the charts', '跳到图表'],
 	runs: ['Runs', '训练运行'],
+	studies: ['Studies', '对比实验'],
 	findRun: ['Find a run', '查找运行'],
 	findMetric: ['Find a metric', '查找指标'],
 	keyPan: ['Move left and right', '左右移动'],
