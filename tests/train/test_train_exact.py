@@ -277,6 +277,36 @@ def test_an_anneal_wished_in_a_run_falls_from_there_ends_the_run_and_resumes_exa
         assert (run / "anneal.json").read_bytes() == noted
 
 
+def test_an_anneal_that_is_given_another_end_on_the_way_resumes_exactly(work, config, monkeypatch):
+    settings = config(schedule={"kind": "constant"}, checkpoint={"keep_last": 9})
+    run, asked = work.run("run"), {4: 9, 7: 2}
+
+    def watch(step):
+        if steps := asked.pop(step, None):
+            request_anneal(run, steps, "linear", 0.1)
+
+    assert train(settings, work, say=quiet, watch=watch).step == 9
+    record = read_anneal(run, 99)
+    assert (record.from_step, record.steps, record.before.from_step, record.before.steps) == (7, 2, 4, 9)
+    wanted, noted = bits(run, 9), (run / "anneal.json").read_bytes()
+    for step in (6, 3):  # between both requests, and before them
+        for later in steps_of(run):
+            if later > step:
+                shutil.rmtree(checkpoint_folder(run, later))
+        assert train(settings, work, say=quiet).step == 9
+        assert bits(run, 9) == wanted
+        assert (run / "anneal.json").read_bytes() == noted
+
+
+def test_a_run_that_is_trained_in_parts_ends_with_the_same_bits(work, config):
+    for name, parts in (("whole", (None,)), ("parts", (3, 5, 5, None))):
+        for until in parts:
+            summary = train(config(train={"name": name}), work, say=quiet, until=until)
+            assert summary.step == (until or 8)
+            assert summary.held_out["eval/valid/loss"] > 0
+    assert bits(work.run("parts"), 8) == bits(work.run("whole"), 8)
+
+
 def test_positions_changed_by_a_stage_survive_a_resume(work, config, crashed):
     change = {"rope_scaling": {"kind": "yarn", "factor": 2.0, "original_seq_len": 32}}
 

@@ -1,5 +1,6 @@
 """The learning rate over the steps: every kind, stages with schedules of their own, and an anneal on top."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -90,6 +91,22 @@ def test_an_anneal_falls_from_the_rate_of_the_step_before_to_its_share_of_it():
     anneal, late = AnnealConfig(from_step=5, steps=10, shape="linear"), [stage(8, lr_max=9.0, warmup_steps=1)]
     found = rates(20, late, anneal, kind="constant", warmup_steps=0)
     assert found[5:15] == pytest.approx([2.0 - 0.2 * k for k in range(1, 11)]), "later stages are overruled"
+
+
+def test_an_anneal_with_another_end_goes_on_from_the_rate_that_was_reached_and_ends_at_the_same():
+    first = AnnealConfig(from_step=10, steps=10, shape="linear", to_share=0.1)
+    sooner = AnnealConfig(from_step=14, steps=3, shape="linear", to_share=0.1, before=first)
+    later = AnnealConfig(from_step=14, steps=12, shape="linear", to_share=0.1, before=first)
+    plain = rates(40, anneal=first, kind="constant", warmup_steps=0)
+    for changed, end in ((sooner, 17), (later, 26)):
+        found = rates(40, anneal=changed, kind="constant", warmup_steps=0)
+        assert found[:14] == plain[:14]
+        steps = [found[13] - (found[13] - 0.2) * (k + 1) / (end - 14) for k in range(end - 14)]
+        assert found[14:end] == pytest.approx(steps)
+        assert schedule.steps_with_anneal(40, changed) == end
+        falls = momenta(changed, kind="constant")
+        assert all(later <= before for before, later in itertools.pairwise(falls[9:]))
+    assert momenta(sooner, kind="constant")[16] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant", "wsd", "inverse_sqrt"])
