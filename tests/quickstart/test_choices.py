@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.machine import RESULTS
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import read_json
 from zero2all.common.workspace import open_workspace
 from zero2all.config import RunConfig, load_config
+from zero2all.experiments.law import Point, fit
 from zero2all.experiments.shapes import shapes
 from zero2all.model.config import parameter_counts
 from zero2all.quickstart.choose import LAWS, Speed, batch_for, choices, most_epochs, settings_of, vocabulary
@@ -65,6 +68,15 @@ def test_more_time_buys_a_larger_model_and_a_lower_loss(config: RunConfig, devic
         assert (chosen.train.steps, chosen.train.tokens_per_step) == (choice.steps, choice.tokens_per_step)
         assert chosen.schedule.kind == "wsd"
         assert chosen.optim.lr_max > 0
+
+
+@pytest.mark.parametrize("device", LAWS)
+def test_the_law_is_that_of_the_runs_we_measured(device: str) -> None:
+    found = read_json(RESULTS / "laws.json")[device]
+    runs = [each for each in found["points"] if each["tokens"] >= found["least_tokens"]]
+    names, unique = ("run", "parameters", "tokens"), found["unique_tokens"]
+    law = fit([Point(*(each[name] for name in names), unique, each["loss"]) for each in runs], resamples=0).law
+    assert dataclasses.astuple(LAWS[device]) == pytest.approx(dataclasses.astuple(law), rel=1e-3)
 
 
 def test_little_text_is_not_read_more_often_than_helps_and_not_by_a_model_that_would_learn_it_by_heart() -> None:

@@ -26,9 +26,9 @@ from zero2all.model.config import ModelConfig, parameter_counts
 
 LAWS = {
     "cpu": ScalingLaw(1.9886, 244.14, 117.5, 0.467, 0.3322),
-    "cuda": ScalingLaw(1.1026, 1501.2, 1758.6, 0.5214, 0.4454),
+    "cuda": ScalingLaw(1.1026, 1501.3, 1758.6, 0.5214, 0.4454),
 }
-"""By device: of runs with the preset of that device, measured by benchmarks/decide.py (docs/measurements.md)."""
+"""By device: fitted to the runs in benchmarks/results/laws.json, with the preset of that device."""
 PRESETS = {"cpu": "quickstart", "cuda": "z2all-100m"}
 REPEATS = ((30_000, 10.0), (120_000, 8.0), (400_000, 6.0), (math.inf, 4.0))
 """(below so many tokens, how often a text is read at most): beyond that the model learns it by heart. On an H200, 59 M
