@@ -93,6 +93,11 @@ CAPTIONS = {
         "The learning rate is a function of the step: cosine, or warmup, stable, decay, from which anneals can branch.",
         "Learning rate over steps for the cosine schedule of the quickstart, for WSD, and for an anneal",
     ),
+    "branches": Caption(
+        "draw_training",
+        "Trials are judged by branches that decay, while trunks go on at a constant rate; then a third of them is kept.",
+        "Learning rate of a trial with two branches that decay, and how many of nine trials are trained over the steps",
+    ),
     "commit": Caption(
         "draw_training",
         "A checkpoint exists only after the rename: a process killed before it leaves the previous one as the newest.",

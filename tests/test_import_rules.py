@@ -67,10 +67,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # on top of everything
     "predict": (*STAGES, "ops", "parallel", "estimate"),
     "measure": (*STAGES, "ops", "parallel", "estimate", "predict"),
-    "quickstart": STAGES,
+    "experiments": ("packed", "model", "estimate", "parallel.device", "train", "config", "track.plot", "track.reader"),
+    "quickstart": (*STAGES, "estimate", "parallel.device", "predict", "measure", "experiments"),
     "cli": (
         *(*STAGES, "estimate", "parallel.job_files", "parallel.launch", "parallel.nodes", "parallel.ssh"),
-        *("predict", "measure", "quickstart", "resilience", "serve"),
+        *("predict", "measure", "experiments", "quickstart", "resilience", "serve"),
     ),
     "__main__": ("cli", "resilience.warm"),
 }

@@ -1,4 +1,4 @@
-"""`schedule` and `commit`: the learning rate over a run, and how a checkpoint comes to exist."""
+"""`schedule`, `branches` and `commit`: rates over a run and its branches, and how a checkpoint comes to exist."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from example import Example
 from zero2all.common.files import PARTIAL_MARK
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig
+from zero2all.experiments.sweep import Sweep, SweepPlan, halving_rungs, parse_axis
+from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.snapshot import Snapshot
 from zero2all.train.checkpoints.store import write_checkpoint
@@ -71,6 +73,60 @@ def schedule(example: Example, theme: Theme) -> Canvas:
     for axes in (first, second):
         axes.set(xlim=(0, steps * 1.01), ylim=(0, 1.2 * top), yticks=[0, top / 2, top])
         axes.set_yticklabels(["0", f"{top / 2:g}", f"{top:g}"])
+    second.set_xlabel("step", fontsize=SMALL, color=theme.faint, family=font_families())
+    return canvas
+
+
+# ---- branches --------------------------------------------------------------------------------------------------------
+
+FACTORS = "x0.25,x0.35,x0.5,x0.7,x1,x1.4,x2,x2.8,x4"
+
+
+def branches(example: Example, theme: Theme) -> Canvas:
+    """The rate of a trial that is judged on the way, and how many trials of a sweep with halving go on."""
+    axes, given = (parse_axis(f"optim.lr_max={FACTORS}"),), ("--schedule.kind=wsd",)
+    plan = SweepPlan("quickstart", given, axes, rungs=halving_rungs(), halving=True)
+    packed = example.workspace.packed
+    sweep = Sweep(plan, "sweep", example.workspace, [open_split(packed, packed_sources(packed)[0], "train")])
+    trial, count = sweep.trials[0], len(sweep.trials)
+    steps, schedule, top = trial.config.train.steps, trial.config.schedule, 1.0
+    canvas = Canvas(
+        theme,
+        508,
+        "A rate on its plateau cannot be judged: branches decay, the trunk goes on",
+        f"Halving with {count} settings of the quickstart, as z2a sweep --halving plans it.",
+    )
+    first = canvas.chart(84, 96, WIDTH - MARGIN - 84, 150)
+    canvas.text(84, 80, "learning rate of one trial, as a share of its highest", weight="bold")
+    rates = [learning_rate(step, steps, top, schedule) for step in range(steps)]
+    first.plot(range(1, steps + 1), rates, color=theme.green, linewidth=2.5)
+    ends = []
+    for begin, falls in sweep.judged_at(trial):
+        fall = AnnealConfig(begin, falls, schedule.decay_shape, schedule.min_lr_ratio)
+        branch = [learning_rate(step, steps, top, schedule, anneal=fall) for step in range(begin - 1, begin + falls)]
+        first.plot(range(begin, begin + falls + 1), branch, color=theme.orange, linewidth=2.5)
+        first.plot([begin], [top], "o", color=theme.orange, markersize=7)
+        ends.append(begin + falls)
+        canvas.label(first, ends[-1] + 6, 0.12, f"judged at step {ends[-1]}", colour=theme.orange, ha="left")
+    canvas.label(first, 0.5 * steps, 1.1, "trunk: constant rate, so that it can go on", colour=theme.green)
+    canvas.label(first, ends[-1] + 6, 0.5, "branch: a new run from the trunk's", colour=theme.orange, ha="left")
+    canvas.label(first, ends[-1] + 6, 0.36, "checkpoint, with the decay of a whole run", colour=theme.orange, ha="left")
+    first.set(ylim=(0, 1.2), yticks=[0, 0.5, 1])
+
+    second = canvas.chart(84, 312, WIDTH - MARGIN - 84, 150)
+    canvas.text(84, 296, "how many trials are trained", weight="bold")
+    second.fill_between([0, steps], [count] * 2, color=theme.blend(theme.blue, 0.15), linewidth=0)
+    begun, alive = 0, count
+    for end in [*(begin for begin, _ in sweep.judged_at(trial)), steps]:
+        second.fill_between([begun, end], [alive] * 2, color=theme.blue, linewidth=0)
+        canvas.label(second, begun + 6, alive + 0.6 if begun else count + 0.6, f"{alive}", weight="bold", ha="left")
+        begun, alive = end, sweep.kept_of(alive)
+    share = sweep.planned_steps() / (count * steps)
+    words = f"{sweep.planned_steps():,} steps with the branches: {share:.0%} of the {count * steps:,} of a full grid"
+    canvas.label(second, steps * 0.99, 0.7 * count, words, ha="right")
+    second.set(ylim=(0, 1.2 * count), yticks=[0, count // 3, count])
+    for chart in (first, second):
+        chart.set(xlim=(0, steps * 1.01))
     second.set_xlabel("step", fontsize=SMALL, color=theme.faint, family=font_families())
     return canvas
 
