@@ -95,7 +95,7 @@ CAPTIONS = {
     ),
     "branches": Caption(
         "draw_training",
-        "Trials are judged by branches that decay, while trunks go on at a constant rate; then a third of them is kept.",
+        "Trials are judged by branches that decay, while trunks go on at a constant rate; a third of them is kept.",
         "Learning rate of a trial with two branches that decay, and how many of nine trials are trained over the steps",
     ),
     "commit": Caption(
