@@ -8,6 +8,11 @@ from urllib.parse import unquote
 import pytest
 
 from tests.pages import ROOT, Page, of_each_page, pages, report
+from zero2all.common.progress import human_count, human_seconds
+from zero2all.config import load_config
+from zero2all.model.config import parameter_counts
+from zero2all.quickstart.choose import LAWS, PRESETS, SEQ_LEN, Speed, choices, vocabulary
+from zero2all.quickstart.speedrun import PILOT_SHARE, RESERVE
 
 PAGES = {str(page): page for page in pages()}
 TRANSLATED = sorted(name for name in PAGES if name.endswith(".zh.md"))
@@ -97,3 +102,33 @@ def test_the_tables_of_reinforcement_learning_are_those_of_the_results():
     shown = subprocess.check_output([sys.executable, "benchmarks/rl.py", "show"], cwd=ROOT, text=True)
     for name in ("rl.md", "rl.zh.md"):
         assert all(table in (ROOT / "docs" / name).read_text() for table in shown.strip().split("\n\n")), name
+
+
+BUYERS = {
+    "2 CPU cores, 3 MB of text": ("cpu", Speed(0.0, 35e-6, 116e9), 0.85e6, 3e6),
+    "the same, 100 MB": ("cpu", Speed(0.0, 35e-6, 116e9), 28e6, 100e6),
+    "RTX 4090, 4 GB": ("cuda", Speed(0.0165, 0.0, 0.9 * 66e12), 1e9, 4e9),
+    "H200, 4 GB": ("cuda", Speed(0.0045, 0.0, 404e12), 1e9, 4e9),
+}
+"""Machine and text of the table in speedrun.md: device, speed, tokens and bytes of the text."""
+
+
+def test_the_table_of_what_an_hour_buys_is_what_would_be_chosen():
+    rows = [row for buyer in BUYERS.values() for row in map(bought, [buyer] * 3, ("5 min", "1 h", "10 h"))]
+    for name in ("speedrun.md", "speedrun.zh.md"):
+        text = (ROOT / "docs" / name).read_text()
+        assert [row for row in rows if row not in text] == [], f"{name} should have:\n" + "\n".join(rows)
+
+
+def bought(buyer: tuple[str, Speed, float, float], time: str) -> str:
+    """A row without its first cell. The time for the text is not counted."""
+    (device, speed, unique, text_bytes), (number, unit) = buyer, time.split()
+    seconds, (fixed, share) = int(number) * {"min": 60, "h": 3600}[unit], RESERVE[device]
+    fields = {"model.vocab_size": vocabulary(text_bytes, speed.flops * seconds), "data.seq_len": SEQ_LEN[device]}
+    config = load_config(PRESETS[device], [f"--{name}={value}" for name, value in fields.items()])
+    left = (seconds * (1 - share) - fixed) * (1 - PILOT_SHARE)
+    best = choices(config, unique, left, speed, LAWS[device])[0]
+    millions = parameter_counts(best.model)["total"] / 1e6
+    shape = f"{millions:.3g} M, {best.model.layers} x {best.model.hidden_size} | {best.model.vocab_size:,}"
+    read = f"{human_count(best.tokens)} | {best.tokens / unique:.1f} | {best.tokens_per_step:,}"
+    return f"| {time} | {shape} | {read} | {human_seconds(best.seconds)} | {best.loss:.3f} |"

@@ -80,7 +80,7 @@ group("""
     config --work
     --name NAME =mixture     name of the study and beginning of the names of its runs (default mixture)
     --runs N:int>=4          mixtures to try (default: three for each source and three)
-    --target TOKENS:float>0   tokens of the large run: no source is then read more than 4 times
+    --target TOKENS:count    tokens of the large run: no source is then read more than 4 times
     --weights W              what a channel counts, such as en=2,zh=1 (default: all alike)
     --at-once N:int>=1       runs at the same time (default: what the machine has room for)
     --section.field
@@ -95,14 +95,18 @@ def _try(arguments: argparse.Namespace) -> None:
     from zero2all.experiments.sweep import Axis, Sweep
 
     workspace = workspace_of(arguments)
-    unique = {split.name: split.tokens for split in splits_of(workspace, arguments)}
+    splits = splits_of(workspace, arguments)
+    unique = {split.name: split.tokens for split in splits}
     if len(unique) < 2:
         raise UsageError(f"The packed data has one source ({', '.join(unique)}). A mixture needs at least two.")
-    target = arguments.target or max(unique.values())
-    caps = caps_for(unique, target) if arguments.target else None
+    weights = _weights(arguments.weights, list(dict.fromkeys(split.channel for split in splits)))
+    caps = caps_for(unique, arguments.target) if arguments.target else None
     tried = propose(unique, arguments.runs or 0, caps=caps)
+    if len(tried) < len(unique) + 2:
+        most = 3 * len(unique) + 3
+        raise UsageError(f"{len(tried)} runs are too few for {len(unique)} sources: try {most} mixtures.")
     axis = Axis("data.mixture", tuple(_written(mixture) for mixture in tried))
-    sweep = Sweep(plan_of(arguments, (axis,)), arguments.name, workspace, splits_of(workspace, arguments))
+    sweep = Sweep(plan_of(arguments, (axis,)), arguments.name, workspace, splits)
     run_and_say(sweep)
     assert sweep.study is not None
     trials = []
@@ -111,7 +115,8 @@ def _try(arguments: argparse.Namespace) -> None:
         if "failed" not in result:
             bits = {channel: scores["bits_per_byte"] for channel, scores in result["channels"].items()}
             trials.append(Trial(mixture, bits))
-    weights = _weights(arguments.weights, list(trials[0].bits_per_byte)) if trials else None
+    if not trials:
+        raise UsageError("no trial was trained to its end")
     found = choose(trials, caps, weights)
     for name, share in found.mixture.items():
         tell(f"{name}: {share.value:.3f} ({share.low:.3f} to {share.high:.3f})")
@@ -140,18 +145,23 @@ def _try(arguments: argparse.Namespace) -> None:
     """)
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
-    from zero2all.common.yamlio import loads
+    from zero2all.config import load_config
     from zero2all.config.rules import with_value
     from zero2all.experiments.branch import Branch
     from zero2all.experiments.study import open_study, run_tasks, task_of
-    from zero2all.train.checkpoints.layout import list_checkpoints, step_of
-    from zero2all.train.saved_config import load_run_config
+    from zero2all.train.checkpoints.layout import list_checkpoints, require_checkpoint, step_of
+    from zero2all.train.run_data import open_data
+    from zero2all.train.saved_config import CONFIG_FILE, load_run_config
 
     workspace = workspace_of(arguments)
     run = workspace.existing_run(arguments.run)
-    config, steps = load_run_config(run), [step_of(folder) for folder in list_checkpoints(run)]
-    step = arguments.step or max(steps, default=0)
-    mixtures = [None, *(loads(text) for text in arguments.tries)]
+    require_checkpoint(run, arguments.step)
+    config, step = load_run_config(run), arguments.step or max(map(step_of, list_checkpoints(run)))
+    mixtures: list[dict[str, float] | None] = [None]
+    for text in arguments.tries:
+        tried = load_config(run / CONFIG_FILE, [f"--data.mixture={text}"])
+        open_data(tried, workspace, None)  # or an error: it has a source that is not packed
+        mixtures.append(tried.data.mixture)
     plan = {"run": arguments.run, "step": step, "steps": arguments.steps, "mixtures": mixtures}
     with open_study(workspace, arguments.name, plan) as study:
         tasks = []
@@ -183,6 +193,6 @@ def _weights(text: str | None, channels: list[str]) -> dict[str, float] | None:
         found = {name.strip(): float(value) for name, value in (part.split("=") for part in text.split(","))}
     except ValueError:
         found = {}
-    if not found or not set(found) <= set(channels):
+    if not (found.keys() <= set(channels) and 0 < sum(found.values()) < 1e9 and min(found.values()) >= 0):
         raise UsageError(f"--weights: got {text!r}, expected channels with numbers, such as {channels[0]}=2.")
     return {name: found.get(name, 0.0) for name in channels}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     --name NAME =sweep     name of the study and beginning of the names of its runs (default sweep)
     --seeds N:int>=1 =1    runs of each combination; differences need at least 3 (default 1)
     --metric METRIC =bpb   what is compared: bpb or loss, on all held-out text or on a channel: bpb/en (default bpb)
-    | --halving            judge by short decays at 1/9 and 1/3 of the run, after which a third goes on
+    | --halving            judge by short decays at 1/9 and 1/4 of the run, after which a third goes on
     | --budgets TOKENS     also finish every run at these smaller budgets, such as 40M,80M, by decays from its constant
         rate: points for `z2a scaling fit`
     | --search tpe|gp|random  let Optuna choose values, also within ranges such as optim.lr_max=1e-4..1e-2
@@ -45,16 +45,24 @@ if TYPE_CHECKING:
     """)
 def _sweep(arguments: argparse.Namespace) -> None:
     from zero2all.cli.table import print_table
+    from zero2all.config import load_config
     from zero2all.experiments.sweep import METRICS, Sweep, parse_axis
     from zero2all.experiments.sweep_report import findings, sweep_rows, table, write_report
+    from zero2all.experiments.transfer import place_of_factors
 
     axes = tuple(map(parse_axis, arguments.over))
     if any(axis.is_range for axis in axes) and not arguments.search:
         raise UsageError("A range LOW..HIGH needs --search. Without it give values: optim.lr_max=1e-3,2e-3.")
-    if arguments.metric.partition("/")[0] not in METRICS:
-        raise UsageError(f"--metric: got {arguments.metric!r}, expected bpb, loss, bpb/CHANNEL or loss/CHANNEL.")
+    if len({axis.field for axis in axes}) < len(axes):
+        raise UsageError("--over has a field twice. Give all its values at once: optim.lr_max=1e-3,2e-3.")
+    if arguments.transfer:  # what is wrong with it is said before the work
+        place_of_factors(axes)
+        load_config(arguments.transfer)
     workspace = workspace_of(arguments)
-    sweep = Sweep(plan_of(arguments, axes), arguments.name, workspace, splits_of(workspace, arguments))
+    splits, (name, _, channel) = splits_of(workspace, arguments), arguments.metric.partition("/")
+    if name not in METRICS or (channel and channel not in {split.channel for split in splits}):
+        raise UsageError(f"--metric: got {arguments.metric!r}, expected bpb, loss, bpb/CHANNEL or loss/CHANNEL.")
+    sweep = Sweep(plan_of(arguments, axes), arguments.name, workspace, splits)
     if arguments.plan_only:
         print_table([["run", *(axis.field for axis in sweep.plan.axes), "seed", "steps"], *_planned(sweep)])
         return
@@ -74,11 +82,11 @@ def plan_of(arguments: argparse.Namespace, axes: tuple[Axis, ...]) -> SweepPlan:
     from zero2all.common.cores import usable_cores
     from zero2all.common.progress import scaled
     from zero2all.config import load_config
-    from zero2all.experiments.sweep import SweepPlan, budget_rungs, halving_rungs
+    from zero2all.experiments.sweep import HALVING_RUNGS, SweepPlan, budget_rungs
     from zero2all.parallel.launch import count_gpus
 
     asked = vars(arguments)
-    rungs = halving_rungs() if asked.get("halving") else ()
+    rungs = HALVING_RUNGS if asked.get("halving") else ()
     if asked.get("budgets"):
         config = load_config(arguments.config, arguments.overrides)
         try:

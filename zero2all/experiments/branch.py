@@ -13,7 +13,6 @@ from zero2all.common.files import link_or_copy, staged_folder, write_json
 from zero2all.common.workspace import Workspace
 from zero2all.train.anneal import request_anneal
 from zero2all.train.checkpoints.layout import checkpoint_folder, require_checkpoint
-from zero2all.train.guards.ledger import LEDGER_FILE
 from zero2all.train.saved_config import load_run_config, save_run_config
 
 BRANCH_FILE = "branch.json"
@@ -45,7 +44,5 @@ def begin_branch(workspace: Workspace, name: str, branch: Branch) -> None:
         target.mkdir(parents=True)
         for file in checkpoint_folder(trunk, branch.step).iterdir():
             link_or_copy(file, target / file.name)
-        if (trunk / LEDGER_FILE).is_file():
-            link_or_copy(trunk / LEDGER_FILE, partial / LEDGER_FILE)
         request_anneal(partial, branch.steps, branch.shape, branch.to_share, branch.mixture)
         write_json(partial / BRANCH_FILE, {"of": branch.of, "from_step": branch.step})

@@ -41,4 +41,6 @@ def suggest(plan: SweepPlan, number: int, known: Mapping[tuple[Any, ...], float]
         finite = value if math.isfinite(value) else 1e9
         study.add_trial(optuna.trial.create_trial(params=parameters, distributions=space, value=finite))
     asked = study.ask(space).params
-    return tuple(float(f"{asked[name]:.4g}") if isinstance(asked[name], float) else asked[name] for name in space)
+    ends = {axis.field: (axis.low, axis.high) for axis in plan.axes if axis.is_range}
+    rounded = {name: min(max(float(f"{asked[name]:.4g}"), low), high) for name, (low, high) in ends.items()}
+    return tuple((asked | rounded)[name] for name in space)

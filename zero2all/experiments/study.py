@@ -131,14 +131,15 @@ def run_tasks(study: Study, tasks: list[Task], then: Callable[[Task, Result], li
                     if not running or (
                         len(running) < at_once and task.share + sum(each.share for each in running.values()) <= 1 + 1e-6
                     ):
+                        if task.branch is not None:  # before its trunk goes on
+                            begin_branch(study.workspace, task.run, task.branch)
                         running[pool.submit(_train_task, study.workspace.root, task)] = task
                         ready.remove(task)
                 done = wait(running, return_when=FIRST_COMPLETED).done
                 for future in sorted(done, key=lambda each: running[each].key):
-                    task, result = running[future], future.result()
-                    alone = len(running) == 1
-                    del running[future]
-                    if result.get("out_of_memory") and not alone:
+                    result = future.result()
+                    task = running.pop(future)
+                    if result.get("out_of_memory") and task.share < 1:
                         ready.append(replace(task, share=1.0))
                         continue
                     study.record(task, result)
@@ -150,7 +151,7 @@ def run_tasks(study: Study, tasks: list[Task], then: Callable[[Task, Result], li
                     died[task.key] = died.get(task.key, 0) + 1
                     if died[task.key] > DIED_AT_MOST:
                         study.record(task, {"failed": "its process was killed, perhaps for lack of memory"})
-                ready += running.values()
+                ready += [replace(task, share=1.0) for task in running.values()]  # alone: which of them is it?
                 running = {}
     finally:
         if pool is not None:
@@ -187,8 +188,6 @@ def _train_task(root: Path, task: Task) -> Result:
 
     global _last_shape
     config, workspace = config_from_values(task.config, task.run), open_workspace(root)
-    if task.branch is not None:
-        begin_branch(workspace, task.run, task.branch)
     shape = (config.model, config.data.seq_len, config.train.micro_batch_samples)
     if shape != _last_shape:
         torch.compiler.reset()  # compiled code of other shapes counts against a limit
@@ -196,13 +195,12 @@ def _train_task(root: Path, task: Task) -> Result:
     try:
         summary = train(config, workspace, until=task.until, say=print, brief=True)
     except PreemptedError:
-        raise KeyboardInterrupt from None
-    except AnomalyError as error:
-        return {"failed": str(error).partition("\n")[0]}
+        os._exit(1)  # it is saved, and a broken pool waits for its workers to end (Python 3.12)
     except Exception as error:
-        if is_out_of_memory(error):
-            return {"failed": "out of memory", "out_of_memory": True}
-        raise
+        if not isinstance(error, AnomalyError) and not is_out_of_memory(error):
+            raise
+        problem = str(error).partition("\n")[0] or "out of memory"
+        return {"failed": problem, "out_of_memory": is_out_of_memory(error)}
     finally:
         gc.collect()
         if torch.cuda.is_available():

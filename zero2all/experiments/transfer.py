@@ -19,7 +19,7 @@ import numpy as np
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import human_count
 from zero2all.experiments.statistics import mean_interval
-from zero2all.experiments.sweep import SIZE, Sweep
+from zero2all.experiments.sweep import SIZE, Axis, Sweep
 
 FAR = 10
 
@@ -44,17 +44,21 @@ def best_factor(losses: Mapping[float, float]) -> tuple[float, bool]:
     return float(-b / (2 * a)), True
 
 
-def transfer(sweep: Sweep, parameters: float) -> Transfer:
-    """The factor for a model with so many parameters in matrix products."""
-    axes = sweep.plan.axes
+def place_of_factors(axes: Sequence[Axis]) -> int:
+    """Which of the two axes has the factors; UsageError where a sweep can say nothing of another size."""
     factors = [place for place, axis in enumerate(axes) if axis.is_factor]
-    sizes = [place for place, axis in enumerate(axes) if axis.field == SIZE]
-    if len(axes) != 2 or len(factors) != 1 or len(sizes) != 1:
+    if len(axes) != 2 or len(factors) != 1 or axes[1 - factors[0]].field != SIZE:
         raise UsageError(
             "--transfer needs a sweep over sizes and over factors on one field, such as --over size=2M,4M,8M --over "
             "optim.lr_max=x0.5,x1,x2."
         )
-    field, by_size = axes[factors[0]].field, _losses(sweep, factors[0])
+    return factors[0]
+
+
+def transfer(sweep: Sweep, parameters: float) -> Transfer:
+    """The factor for a model with so many parameters in matrix products."""
+    axes, place = sweep.plan.axes, place_of_factors(sweep.plan.axes)
+    field, by_size = axes[place].field, _losses(sweep, place)
     x, optima, words = [], [], []
     for count, seeds in sorted(by_size.items()):
         found = [best_factor(losses) for losses in seeds.values() if len(losses) > 1]
@@ -68,7 +72,7 @@ def transfer(sweep: Sweep, parameters: float) -> Transfer:
         words.append(f"{human_count(count)} parameters in products: best {field} x{2 ** optima[-1]:.2f}{spread}{edge}")
     if not x:
         raise UsageError("--transfer: no size has two factors that were trained to their end.")
-    tried = [math.log2(value) for value in axes[factors[0]].values]
+    tried = [math.log2(value) for value in axes[place].values]
     target = math.log2(parameters)
     slope = float(np.polyfit(x, optima, 1)[0]) if len(x) > 1 else 0.0
     log = min(max(fmean(optima) + slope * (target - fmean(x)), min(tried)), max(tried))
@@ -96,4 +100,5 @@ def _losses(sweep: Sweep, place: int) -> dict[int, dict[int, dict[float, float]]
 def transferred_overrides(config: Any, found: Transfer) -> Sequence[str]:
     """The override that sets the field of the large config."""
     section, _, leaf = found.field.partition(".")
-    return [f"--{found.field}={getattr(getattr(config, section), leaf) * found.factor:.4g}"]
+    value = getattr(getattr(config, section), leaf)
+    return [f"--{found.field}={type(value)(float(f'{value * found.factor:.4g}'))}"]

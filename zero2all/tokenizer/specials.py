@@ -70,8 +70,7 @@ def _name_trouble(name: str) -> str | None:
         return "a name of several characters, because single characters are pieces of text"
     if any(character.isspace() or character == "▁" or ord(character) < 32 for character in name):
         return "a name without white space and without ▁, which text encoders rewrite"
-    alphabet = byte_alphabet()
-    if not name.isascii() and all(character in alphabet for character in name):
+    if not name.isascii() and byte_alphabet().keys() >= set(name):
         # Such a name is, letter for letter, the spelling of some other text inside a byte-level vocabulary.
         return "a name that is not the byte-level spelling of other text (Ġ, Ċ and the like), such as <|…|>"
     return None

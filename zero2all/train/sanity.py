@@ -280,14 +280,18 @@ def require_memory(model: ModelConfig, settings: MemorySettings, free: FreeMemor
                 f"There is not enough memory to train this model here: about {_of_machine(each, local_processes)} are "
                 f"needed, {binary_size(free.host_bytes)} are free. Nothing was started."
             )
-            raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
+            raise DiskError(
+                "\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)])
+            ) from MemoryError()
         return
     if needed > free.device_bytes:
         problem = (
             f"There is not enough memory on the GPU to train this model: about {binary_size(needed)} are needed, "
             f"{binary_size(free.device_bytes)} are free. Nothing was started."
         )
-        raise DiskError("\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)]))
+        raise DiskError(
+            "\n".join([problem, *estimate.lines(), *_less_memory(model, settings, device)])
+        ) from MemoryError()
     each = estimate.host + drawn_bytes(model)
     if each * local_processes > free.host_bytes:
         of_machine, left = _of_machine(each, local_processes), binary_size(free.host_bytes)
@@ -303,7 +307,7 @@ def require_memory(model: ModelConfig, settings: MemorySettings, free: FreeMemor
                 f"are free. Nothing was started."
             )
             ways = ["Start fewer processes on this machine (parallel.processes), or make the model smaller."]
-        raise DiskError("\n".join([problem, *estimate.lines(), *ways]))
+        raise DiskError("\n".join([problem, *estimate.lines(), *ways])) from MemoryError()
 
 
 def drawn_bytes(model: ModelConfig) -> float:

@@ -1,0 +1,197 @@
+"""Deciding on small models: is a sweep that was killed the same, and does halving choose what the full grid chooses?
+
+    python benchmarks/decide.py kills --work W      24 small runs: at one go, and with the command killed five times
+    python benchmarks/decide.py halving --work W    three tasks: a grid of nine rates, and the same with --halving
+    python benchmarks/decide.py show                what was found, as tables
+
+W is a workspace with packed text, such as `z2a quickstart` leaves behind; studies and runs named decide-* in it are
+replaced. Models of 0.3 M parameters, on CPUs.
+
+kills: eight rates x three seeds. The command of the second sweep is killed with SIGKILL at random moments (its workers
+are left to notice), and given again until it ends. Everything in both ledgers but seconds is compared, digit by digit.
+halving: the steps that were trained, by the ledgers, and the loss of the rate that halving chose beside the best of the
+grid; both train the best one to its end with the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.machine import RESULTS, machine, save_result
+from zero2all.common.jsonio import whole_lines
+
+NAME = "decide"
+KILLS, SEED = 5, 1
+SMALL = {
+    **{"model.hidden_size": 64, "model.intermediate_size": 128, "model.layers": 2, "model.heads": 2},
+    **{"model.kv_heads": 2, "train.tokens_per_step": 512, "train.micro_batch_samples": 4},
+    "validation.tokens_per_source": 4096,
+}
+WSD = {
+    **{"schedule.kind": "wsd", "schedule.decay_share": 0.65, "schedule.decay_shape": "linear"},
+    **{"schedule.warmup_steps": 10, "optim.decay_schedule": "constant"},
+}
+"""Of halving, and of the grid beside it: the best rate then ends with the same bits on both sides."""
+FACTORS = (0.1, 0.18, 0.32, 0.56, 1, 1.8, 3.2, 5.6, 10)
+"""On a rate: two decades, four steps each."""
+TASKS: dict[str, tuple[float, dict[str, Any]]] = {
+    "Muon": (0.06, {}),
+    "AdamW": (0.01, {"optim.kind": "adamw", "optim.lr_multipliers": "{}", "optim.beta1": 0.9, "optim.eps": 1e-8}),
+    "Muon, half the width": (0.06, {"model.hidden_size": 32, "model.intermediate_size": 64}),
+}
+"""The middle of the rates, and fields."""
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for name, steps in (("kills", 60), ("halving", 200)):
+        verb = verbs.add_parser(name)
+        verb.add_argument("--work", type=Path, required=True)
+        verb.add_argument("--steps", type=int, default=steps, help="of a run")
+    verbs.choices["halving"].add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    verbs.add_parser("show")
+    arguments = parser.parse_args()
+    if arguments.verb != "show":
+        found = kills(arguments) if arguments.verb == "kills" else halving(arguments)
+        keep(arguments.verb, {"steps": arguments.steps, **found})
+    show()
+
+
+def keep(part: str, values: dict[str, Any]) -> None:
+    """Save a part of the results; the other one stays, with its own machine."""
+    path = RESULTS / f"{NAME}.json"
+    others = json.loads(path.read_text()) if path.exists() else {}
+    save_result(NAME, {**others, part: {**values, "machine": machine()}, "machine": machine()})
+
+
+def command(
+    arguments: argparse.Namespace, name: str, rates: list[str], fields: dict[str, Any], *more: str
+) -> list[str]:
+    """The words of a sweep over rates."""
+    words = [sys.executable, "-m", "zero2all", "sweep", "quickstart", "--work", arguments.work, "--name", name]
+    words += ["--over", f"optim.lr_max={','.join(rates)}", "--json", arguments.work / f"{name}.json", *more]
+    values = {**SMALL, **fields, "train.steps": arguments.steps}
+    return [*map(str, words), *(f"--{field}={value}" for field, value in values.items())]
+
+
+def clear(arguments: argparse.Namespace, name: str) -> None:
+    """Remove a study and its runs."""
+    for path in (arguments.work / "studies" / name, *arguments.work.glob(f"runs/{name}-*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def ledger(arguments: argparse.Namespace, name: str) -> dict[str, dict[str, Any]]:
+    """What is known of each task, by its name without the study's."""
+    lines = whole_lines(arguments.work / "studies" / name / "ledger.jsonl")
+    return {line.pop("task").removeprefix(name): line for line in lines}
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+
+
+def kills(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same sweep twice, once with kills."""
+    rates, chance = [f"x{factor}" for factor in FACTORS[:8]], random.Random(SEED)
+    found, tables = {}, {}
+    seconds: dict[str, float] = {}
+    for name, count in ((f"{NAME}-whole", 0), (f"{NAME}-killed", KILLS)):
+        clear(arguments, name)
+        words, begun, moments = command(arguments, name, rates, {}, "--seeds", "3"), time.monotonic(), []
+        for _ in range(count):
+            moments.append(round(chance.uniform(0, 0.4) * seconds[f"{NAME}-whole"], 1))
+            left = killed_after(words, moments[-1])
+            print(
+                f"killed after {moments[-1]} s; {len(ledger(arguments, name))} runs done, {left} workers left",
+                flush=True,
+            )
+        subprocess.run(words, check=True)
+        seconds[name] = round(time.monotonic() - begun, 1)
+        found[name] = ledger(arguments, name)
+        tables[name] = json.loads((arguments.work / f"{name}.json").read_text())["table"]
+    for line in (line for name in found for line in found[name].values()):
+        line.pop("seconds")
+    whole, killed = found.values()
+    return {
+        "runs": len(whole),
+        "kills_after_seconds": moments,
+        "ledgers_equal": whole == killed,
+        "tables_equal": tables[f"{NAME}-whole"] == tables[f"{NAME}-killed"],
+        "seconds": {"at one go": seconds[f"{NAME}-whole"], "killed": seconds[f"{NAME}-killed"]},
+        "table": tables[f"{NAME}-killed"],
+    }
+
+
+def killed_after(words: list[str], seconds: float) -> int:
+    """Kill a command, not its workers; how many of them are alive 2 s later."""
+    import psutil
+
+    with subprocess.Popen(words) as process:
+        try:
+            process.wait(timeout=seconds)
+            sys.exit("the sweep ended before it was killed")
+        except subprocess.TimeoutExpired:
+            workers = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGKILL)
+    return len(psutil.wait_procs(workers, timeout=2)[1])
+
+
+# ---- halving ---------------------------------------------------------------------------------------------------------
+
+
+def halving(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A grid and halving, for each task."""
+    return {"tasks": {task: halved(arguments, *TASKS[task]) for task in arguments.tasks}}
+
+
+def halved(arguments: argparse.Namespace, middle: float, fields: dict[str, Any]) -> dict[str, Any]:
+    """The losses of all rates in the grid, and what halving made of them."""
+    rates, sides = [f"{middle * factor:.4g}" for factor in FACTORS], {}
+    for side in ("grid", "halving"):
+        name, begun = f"{NAME}-{side}", time.monotonic()
+        clear(arguments, name)
+        subprocess.run(
+            command(arguments, name, rates, {**WSD, **fields}, *["--halving"] * (side == "halving")), check=True
+        )
+        lines = ledger(arguments, name)
+        losses = {rate: lines.get(f"-{n:03d}", {}).get("bits_per_byte") for n, rate in enumerate(rates)}
+        rungs = {key: line.get("bits_per_byte") for key, line in lines.items() if "at" in key}
+        steps = sum(line.get("steps", 0) for line in lines.values())
+        sides[side] = {"steps": steps, "seconds": round(time.monotonic() - begun, 1), "losses": losses, "rungs": rungs}
+    best, chosen = (min(rates, key=lambda rate: of["losses"][rate] or 1e9) for of in sides.values())
+    loss, own = sides["grid"]["losses"][best], sides["grid"]["losses"][chosen]
+    share = sides["halving"]["steps"] / sides["grid"]["steps"]
+    return {"best": best, "chosen": chosen, "share": share, "worse": own / loss - 1, **sides}
+
+
+def show() -> None:
+    """Tables of what is saved."""
+    found = json.loads((RESULTS / f"{NAME}.json").read_text())
+    if "kills" in found:
+        of = found["kills"]
+        print(
+            f"{of['runs']} runs of {of['steps']} steps, killed {len(of['kills_after_seconds'])} times: ledgers equal "
+            f"{of['ledgers_equal']}, tables equal {of['tables_equal']}; seconds {of['seconds']}"
+        )
+    print(
+        "\n| task | steps of the grid | trained by halving | best rate | chosen | worse by |\n|---|---|---|---|---|---|"
+    )
+    for task, of in found.get("halving", {}).get("tasks", {}).items():
+        cells = (task, f"{of['grid']['steps']:,}", f"{of['share']:.1%}", of["best"], of["chosen"], f"{of['worse']:.2%}")
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
