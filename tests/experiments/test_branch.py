@@ -44,7 +44,6 @@ def test_a_branch_that_is_there_stays_and_one_without_a_checkpoint_is_refused(wo
     assert trained(work, "branch").held_out_scores == before
     with pytest.raises(BadInputError, match=r"trunk has no checkpoint at step 7; it has \[6\]"):
         begin_branch(work, "other", Branch("trunk", 7, 3, "linear", 0.0))
-    assert not work.run("other").exists()
 
 
 def test_mixture_anneal_shows_what_each_mixture_is_worth_to_each_channel(work, z2a):
@@ -56,4 +55,3 @@ def test_mixture_anneal_shows_what_each_mixture_is_worth_to_each_channel(work, z
     said = z2a.done(*words, "--try", "{en: 1, zh: 9}").splitlines()
     own, tried = (next(line for line in said if name in line) for name in ("the run's own  ", "zh: 9"))
     assert float(tried.split()[5]) < float(own.split()[4])  # zh has gained
-    assert tried.split()[-4::2] == ["en", "zh"]

@@ -92,4 +92,3 @@ def test_a_killed_sweep_leaves_no_workers_and_ends_with_the_same_table(work, swe
     assert sorted(lines) == ["s-000", "s-001", "s-002"]
     assert lines == alone(sweep_of(rates, overrides=("--train.steps=40",)), *lines)
     assert len(json.loads(table.read_text())["table"]) == 4
-    assert (work.root / "studies" / "s" / "best.yaml").is_file()
