@@ -111,7 +111,7 @@ def kills(arguments: argparse.Namespace) -> dict[str, Any]:
         clear(arguments, name)
         words, begun, moments = command(arguments, name, rates, {}, "--seeds", "3"), time.monotonic(), []
         for _ in range(count):
-            moments.append(round(chance.uniform(0, 0.4) * seconds[f"{NAME}-whole"], 1))
+            moments.append(round(chance.uniform(0, 0.3) * seconds[f"{NAME}-whole"], 1))
             left = killed_after(words, moments[-1])
             print(
                 f"killed after {moments[-1]} s; {len(ledger(arguments, name))} runs done, {left} workers left",

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero2all.common.errors import UsageError
-
-if TYPE_CHECKING:
-    from zero2all.experiments.sweep import SweepPlan
 
 WIDE = 8
 """A range whose ends are this many times apart is searched by its logarithm."""
 
 
-def suggest(plan: SweepPlan, number: int, known: Mapping[tuple[Any, ...], float]) -> tuple[Any, ...]:
-    """The values of trial `number`; `known`: settings -> the metric to be minimised."""
+def suggest(plan: Any, number: int, known: Mapping[tuple[Any, ...], float]) -> tuple[Any, ...]:
+    """The values of trial `number` of a SweepPlan; `known`: settings -> the metric to be minimised."""
     try:
         import optuna
-    except ImportError:
-        raise UsageError("--search needs the package optuna: pip install 'zero2all[search]'.") from None
+
+        if plan.search == "gp":
+            import scipy  # noqa: F401  # which it needs
+    except ImportError as error:
+        raise UsageError(f"--search needs the package {error.name}: pip install 'zero2all[search]'.") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     space: dict[str, Any] = {}
     for axis in plan.axes:

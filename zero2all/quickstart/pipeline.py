@@ -50,8 +50,7 @@ from zero2all.quickstart.deadline import Deadline
 from zero2all.quickstart.full import tune
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, cutting, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
-from zero2all.quickstart.report import REPORT_NAME
-from zero2all.quickstart.speedrun import CHAT_SHARE, PLAN_NAME, Budget, Speedrun, chat_files, unique_tokens
+from zero2all.quickstart.speedrun import CHAT_SHARE, PLAN_NAME, REPORT_NAME, Budget, Speedrun, chat_files, unique_tokens
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
 from zero2all.track.plot import cjk_fonts, plot_run

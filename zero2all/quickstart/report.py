@@ -10,13 +10,13 @@ from zero2all.common.html import html_page
 from zero2all.common.language import translate as t
 from zero2all.common.progress import human_count, human_seconds, terminal_safe
 from zero2all.estimate.flops import flops_per_token
+from zero2all.quickstart.speedrun import REPORT_NAME
 from zero2all.train.validate import all_rows
 
 if TYPE_CHECKING:
     from zero2all.quickstart.pipeline import QuickstartRun
     from zero2all.quickstart.speedrun import Speedrun
 
-REPORT_NAME = "report.html"
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem; color: #1e293b; background: #fff }
 main { max-width: 56rem } td, th { padding: .15rem 1rem .15rem 0; text-align: left; font-variant-numeric: tabular-nums }
 pre { background: #f1f5f9; padding: .6rem; white-space: pre-wrap }

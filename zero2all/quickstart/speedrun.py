@@ -50,7 +50,7 @@ from zero2all.quickstart.deadline import Deadline
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data
 
-PLAN_NAME = "speedrun.json"
+PLAN_NAME, REPORT_NAME = "speedrun.json", "report.html"
 PILOT_SHARE, CHAT_SHARE = 0.06, 0.1
 RESERVE = {"cpu": (11.0, 0.02), "cuda": (14.0, 0.01)}
 """Seconds, and a share of the time, that judging and exporting take."""
