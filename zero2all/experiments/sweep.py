@@ -43,7 +43,7 @@ from zero2all.parallel.device import pick_device
 SIZE, BUDGET = "size", "train.tokens"
 HALVING, LEAST_KEPT = 3, 2
 HALVING_RUNGS: tuple[float, ...] = (1 / 9, 1 / 4)
-USUAL_SPEED, HOST_SECONDS = 0.7, 0.015
+USUAL_SPEED, HOST_SECONDS = 0.7, 0.03
 """Of a step on a GPU: the speed of its products as a share of the peak, and what the host takes to queue it."""
 LEAST_DECAY = 2
 QUIET = {"resilience.memory_every_steps": "0", "checkpoint.every_steps": "0", "validation.every_steps": "0"}
