@@ -2,18 +2,20 @@
 
     python benchmarks/decide.py kills --work W      24 small runs: at one go, and with the command killed five times
     python benchmarks/decide.py halving --work W    four tasks: a grid of nine rates, and the same with --halving
-    python benchmarks/decide.py ladder --work W     a scaling law on a GPU, and its choice beside four neighbours
+    python benchmarks/decide.py ladder --work W     on a GPU: the law of speedruns (laws.json), about 6 minutes
+    python benchmarks/decide.py equal --work W      on a GPU: the size it chooses beside four others, about 2 minutes
     python benchmarks/decide.py show                what was found, as tables
 
 W is a workspace with packed text, such as `z2a quickstart` leaves behind; studies and runs named decide-* in it are
-replaced. Models of 0.3 M parameters, on CPUs; `ladder` has its own sizes, and needs 59 M tokens of 8,192 ids.
+replaced. Models of 0.3 M parameters, on CPUs; `ladder` and `equal` have their own sizes, and
+need 59 M tokens of 8,192 ids.
 
 kills: eight rates x three seeds. The command of the second sweep is killed with SIGKILL at random moments (its workers
 are left to notice), and given again until it ends. Everything in both ledgers but seconds is compared, digit by digit.
 halving: the steps that were trained, by the ledgers, and the loss of the rate that halving chose beside the best of the
 grid; both train the best one to its end with the same bits.
-ladder: `z2a sweep` over sizes with smaller budgets as branches; the law without the largest size beside the largest;
-then the size and tokens that the law chooses for FLOPs which no run had, and four other sizes at equal FLOPs.
+ladder: `z2a sweep` over sizes with smaller budgets as branches; `show` has the law without the largest size beside it.
+equal: the size and tokens that the law chooses for FLOPs which no run had, and four other sizes at equal FLOPs.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import RESULTS, machine, save_result
 from zero2all.common.jsonio import whole_lines
+from zero2all.experiments.law import Point, best_for, fit, held_out_check, predicted
 
-NAME = "decide"
+NAME, LAWS = "decide", RESULTS / "laws.json"
 KILLS, SEED = 5, 1
 SMALL = {
     **{"model.hidden_size": 64, "model.intermediate_size": 128, "model.layers": 2, "model.heads": 2},
@@ -66,7 +69,7 @@ LADDER = {
     **{"schedule.kind": "wsd", "schedule.decay_shape": "linear", "schedule.decay_share": 0.3},
     **{"schedule.min_lr_ratio": 0.05, "validation.tokens_per_source": 1_300_000, "validation.batch_samples": 64},
 }
-SIZES, BUDGETS, HELD_OUT_FLOPS, MOST_EPOCHS = "3.26M,4.47M,11.3M,24.4M,60M", "40M,70M", 6e15, 4
+SIZES, BUDGETS, HELD_OUT_FLOPS, MOST_EPOCHS = "3.26M,4.47M,11.3M,24.4M,60M", "40M,70M", 4e15, 4
 
 
 def main() -> None:
@@ -78,11 +81,15 @@ def main() -> None:
         verb.add_argument("--work", type=Path, required=True)
         verb.add_argument("--steps", type=int, default=steps, help="of a run")
     verbs.choices["halving"].add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    verbs.add_parser("ladder").add_argument("--work", type=Path, required=True)
+    for name in ("ladder", "equal"):
+        verbs.add_parser(name).add_argument("--work", type=Path, required=True)
+    verbs.choices["ladder"].add_argument("--text", default="", help="what the text is, for the record")
     verbs.add_parser("show")
     arguments = parser.parse_args()
     if arguments.verb == "ladder":
-        keep("ladder", ladder(arguments))
+        ladder(arguments)
+    elif arguments.verb == "equal":
+        keep("equal", equal(arguments))
     elif arguments.verb != "show":
         found = kills(arguments) if arguments.verb == "kills" else halving(arguments)
         keep(arguments.verb, {"steps": arguments.steps, **found})
@@ -198,73 +205,83 @@ def halved(arguments: argparse.Namespace, middle: float, fields: dict[str, Any])
 # ---- ladder ----------------------------------------------------------------------------------------------------------
 
 
-def ladder(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Points of the ladder, and of the sizes that were trained with equal FLOPs."""
+def ladder(arguments: argparse.Namespace) -> None:
+    """Train the ladder; its points are those of the law of speedruns on a GPU."""
+    from zero2all.common.files import write_json
+    from zero2all.common.workspace import open_workspace
+    from zero2all.experiments.scaling import read_points
+
+    words = ["-m", "zero2all", "sweep", "z2all-100m", "--work", str(arguments.work), "--name", "ladder"]
+    words += ["--metric", "loss", "--over", f"size={SIZES}", "--budgets", BUDGETS, "--at-once", "8"]
+    words += [f"--{field}={value}" for field, value in LADDER.items()]
+    subprocess.run([sys.executable, *words], check=True)
+    points, _ = read_points(open_workspace(arguments.work), ["ladder-*"])
+    rows = [{"run": p.run, "name": p.name, "parameters": p.n, "tokens": p.tokens, "loss": p.loss} for p in points]
+    found = {"machine": machine(), "command": " ".join(words[1:]), "text": arguments.text}
+    found |= {"unique_tokens": points[0].unique_tokens, "least_tokens": 0, "points": rows}
+    write_json(LAWS, {**json.loads(LAWS.read_text()), "cuda": found})
+
+
+def measured_points() -> list[Point]:
+    """The ladder as it is saved."""
+    of = json.loads(LAWS.read_text())["cuda"]
+    names = ("run", "parameters", "tokens")
+    return [Point(*(each[name] for name in names), of["unique_tokens"], each["loss"]) for each in of["points"]]
+
+
+def equal(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Five sizes with equal FLOPs, around the one that the law of the ladder chooses."""
     from zero2all.common.workspace import open_workspace
     from zero2all.config import load_config
     from zero2all.config.rules import with_value
-    from zero2all.experiments.law import best_for, fit
     from zero2all.experiments.scaling import read_points
     from zero2all.experiments.shapes import FIELDS, shapes
     from zero2all.experiments.study import open_study, run_tasks, task_of
     from zero2all.experiments.sweep import QUIET
     from zero2all.model.config import parameter_counts
-    from zero2all.train.saved_config import load_run_config
 
-    words = [sys.executable, "-m", "zero2all", "sweep", "z2all-100m", "--work", arguments.work, "--name", "ladder"]
-    words += ["--metric", "loss", "--over", f"size={SIZES}", "--budgets", BUDGETS, "--at-once", "8"]
-    begun = time.monotonic()
-    subprocess.run([*map(str, words), *(f"--{field}={value}" for field, value in LADDER.items())], check=True)
-    seconds = time.monotonic() - begun
-    workspace = open_workspace(arguments.work)
-    points, _ = read_points(workspace, ["ladder-*"])
-    unique, chosen = points[0].unique_tokens, fit(points, resamples=0).law
-    best = best_for(chosen, HELD_OUT_FLOPS, unique)
-    trunk = load_run_config(workspace.run("ladder-000"))
-    fields = {**LADDER, **QUIET, "stages": "[]", "optim.decay_schedule": "constant"}
+    points = measured_points()
+    best = best_for(fit(points, resamples=0).law, HELD_OUT_FLOPS, points[0].unique_tokens)
+    fields = {**LADDER, **QUIET, "stages": "[]", "optim.decay_schedule": "constant", "model.vocab_size": 8192}
+    base = load_config("z2all-100m", [f"--{field}={value}" for field, value in fields.items()])
 
     def tokens(model: Any) -> float:
         return HELD_OUT_FLOPS / (6 * parameter_counts(model)["matmul"])
 
-    able = [model for model in shapes(trunk.model) if tokens(model) <= MOST_EPOCHS * unique]
+    able = [model for model in shapes(base.model) if tokens(model) <= MOST_EPOCHS * points[0].unique_tokens]
     sizes = sorted(able, key=lambda model: abs(math.log(tokens(model) / best.tokens)))[:5]
     tasks = []
     for model in sizes:
-        shape = {f"model.{name}": getattr(model, name) for name in (*FIELDS, "vocab_size")}
-        named = {**fields, **shape, "train.name": f"equal-{model.hidden_size}"}
-        config = load_config("z2all-100m", [f"--{field}={value}" for field, value in named.items()])
+        own = {f"model.{name}": getattr(model, name) for name in FIELDS} | {"train.name": f"equal-{model.hidden_size}"}
+        config = load_config("z2all-100m", [f"--{field}={value}" for field, value in {**fields, **own}.items()])
         steps = round(tokens(model) / config.train.tokens_per_step)  # with the rates of the ladder
         config = with_value(with_value(config, "train.tokens", None), "train.steps", steps)
         tasks.append(task_of(config, steps, 1 / len(sizes)))
+    workspace = open_workspace(arguments.work)
     with open_study(workspace, "equal", {"flops": HELD_OUT_FLOPS}) as study:
         run_tasks(study, tasks, lambda *_: [], len(sizes))
     measured, _ = read_points(workspace, ["equal-*"])
-    both = {"points": points, "equal": measured}
-    return {
-        "command": " ".join(map(str, words[1:])),
-        "fields": LADDER,
-        "unique_tokens": unique,
-        "seconds": round(seconds, 1),
-        "chosen": best.n,
-        "flops": HELD_OUT_FLOPS,
-        **{key: [asdict(point) for point in value] for key, value in both.items()},
-    }
+    return {"chosen": best.n, "flops": HELD_OUT_FLOPS, "points": [asdict(point) for point in measured]}
 
 
-def show_ladder(of: dict[str, Any]) -> None:
-    """What the law of the smaller sizes says of the largest, and what the law of all chose."""
-    from zero2all.experiments.law import Point, fit, held_out_check, predicted
-
-    points, equal = ([Point(**point) for point in of[key]] for key in ("points", "equal"))
+def show_ladder() -> None:
+    """What the law of the smaller sizes says of the largest."""
+    points = measured_points()
     print("\n| largest size, tokens | loss | by the law of the smaller ones | off |\n|---|---|---|---|")
     for point, loss in held_out_check(points):
         print(f"| {point.n / 1e6:.1f} M, {point.tokens / 1e6:.0f} M | {point.loss:.4f} | {loss:.4f} |", end=" ")
         print(f"{loss / point.loss - 1:+.2%} |")
-    law, best = fit(points, resamples=0).law, min(point.loss for point in equal)
-    chosen = min(equal, key=lambda point: abs(math.log(point.n / of["chosen"])))
-    print(f"\n{law}; best for {of['flops']:.3g} FLOPs: {of['chosen'] / 1e6:.2f} M")
+    print(f"\n{fit(points, resamples=0).law}")
+
+
+def show_equal(of: dict[str, Any]) -> None:
+    """The chosen size among its neighbours."""
+    law, equals = fit(measured_points(), resamples=0).law, [Point(**point) for point in of["points"]]
+    best = min(point.loss for point in equals)
+    chosen = min(equals, key=lambda point: abs(math.log(point.n / of["chosen"])))
+    print(f"\nbest for {of['flops']:.3g} FLOPs by the law: {of['chosen'] / 1e6:.2f} M")
     print("\n| size, tokens | loss | by the law | above the best |\n|---|---|---|---|")
-    for point in equal:
+    for point in equals:
         cells = f"{point.n / 1e6:.2f} M, {point.tokens / 1e6:.0f} M{' (chosen)' * (point == chosen)}"
         print(f"| {cells} | {point.loss:.4f} | {predicted(law, point):.4f} | {point.loss / best - 1:.2%} |")
 
@@ -272,8 +289,9 @@ def show_ladder(of: dict[str, Any]) -> None:
 def show() -> None:
     """Tables of what is saved."""
     found = json.loads((RESULTS / f"{NAME}.json").read_text())
-    if "ladder" in found:
-        show_ladder(found["ladder"])
+    show_ladder()
+    if "equal" in found:
+        show_equal(found["equal"])
     if "kills" in found:
         of = found["kills"]
         print(

@@ -82,7 +82,7 @@ def test_the_law_is_that_of_the_runs_we_measured(device: str) -> None:
 def test_little_text_is_not_read_more_often_than_helps_and_not_by_a_model_that_would_learn_it_by_heart() -> None:
     for unique in (8_000, 60_000, 300_000, 2_000_000):
         best = choices(SMALL, unique, 36_000, LAPTOP, LAWS["cpu"])[0]
-        assert best.tokens <= most_epochs(unique) * unique
+        assert best.tokens <= 1.25 * most_epochs(unique) * unique
         assert best.size <= 4 * unique or best.model == next(shapes(SMALL.model))
 
 

@@ -26,13 +26,15 @@ from zero2all.model.config import ModelConfig, parameter_counts
 
 LAWS = {
     "cpu": ScalingLaw(1.9886, 244.14, 117.5, 0.467, 0.3322),
-    "cuda": ScalingLaw(1.1026, 1501.3, 1758.6, 0.5214, 0.4454),
+    "cuda": ScalingLaw(1.2187, 2156.5, 1152.4, 0.55157, 0.42992),
 }
 """By device: fitted to the runs in benchmarks/results/laws.json, with the preset of that device."""
 PRESETS = {"cpu": "quickstart", "cuda": "z2all-100m"}
 REPEATS = ((30_000, 10.0), (120_000, 8.0), (400_000, 6.0), (math.inf, 4.0))
 """(below so many tokens, how often a text is read at most): beyond that the model learns it by heart. On an H200, 59 M
 tokens read 6 times gave 45 M parameters a held-out loss of 1.66; 2.7 times, 56 M parameters 1.62."""
+FILL = 1.25
+"""So many times more often it is read where only this keeps a machine from standing still; nothing is expected of it."""
 MOST_PER_TOKEN = 4.0
 """Parameters in products for each token of the text, at most, for the same reason."""
 LEAST_STEPS = 20
@@ -103,7 +105,7 @@ def choices(
     config: RunConfig, unique: float, seconds: float, speed: Speed, law: ScalingLaw, given: Collection[str] = ()
 ) -> list[Choice]:
     """What each shape can reach in so many seconds on a text of `unique` tokens, the best first."""
-    found: list[Choice] = []
+    found, most = list[Choice](), most_epochs(unique) * unique
     is_given = any(f"model.{name}" in given for name in ("hidden_size", "layers", "heads", "intermediate_size"))
     for model in [config.model] if is_given else shapes(config.model):
         size = parameter_counts(model)["matmul"]
@@ -113,10 +115,10 @@ def choices(
         for _ in range(4):  # the batch follows from the tokens, and these from the time of a step
             batch = batch_for(config, tokens, given)
             step = speed.seconds(model, batch, config.data.seq_len)
-            tokens = min(seconds / step * batch, most_epochs(unique) * unique)
+            tokens = min(seconds / step * batch, FILL * most)
         steps = config.train.steps if "train.steps" in given else int(tokens / batch)
         if steps >= min(LEAST_STEPS, config.train.steps):
-            loss = law.loss(size, float(worth(steps * batch, unique)))
+            loss = law.loss(size, float(worth(min(steps * batch, most), unique)))
             found.append(Choice(model, batch, steps, loss, steps * step))
     return sorted(found, key=lambda each: each.loss)
 

@@ -36,10 +36,12 @@ from zero2all.model.config import parameter_counts
 from zero2all.packed.mixture import TrainingData
 from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.quickstart.choose import (
+    FILL,
     LAWS,
     SEQ_LEN,
     Choice,
     Speed,
+    batch_for,
     choices,
     measured_speed,
     most_epochs,
@@ -59,8 +61,6 @@ BYTES_PER_PARAMETER = 60
 LEAST_SECONDS, LEAST_PILOT = 20, 20
 SMALLEST_ROW = 32
 OTHERS_BYTES = 2 << 30
-ABOVE = {"cpu": -3.0, "cuda": 8.0}
-"""A pilot of s steps lies by a share of ABOVE / s above the law, which was fitted to longer runs."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,9 @@ class Speedrun:
             require_free_space(
                 self.workspace.root, BYTES_PER_PARAMETER * parameter_counts(first.model)["total"], "the model"
             )
-            short = dataclasses.replace(first, steps=max(LEAST_PILOT, round(PILOT_SHARE * first.steps)))
+            tokens = PILOT_SHARE * first.tokens
+            batch = batch_for(self.config, tokens, self.given)  # that of a run so short: with few steps the law is off
+            short = dataclasses.replace(first, tokens_per_step=batch, steps=max(LEAST_PILOT, round(tokens / batch)))
             never = {"validation.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.keep_every_steps": 0}
             trial = self.run_config(short, {**never, "train.name": f"{self.config.train.name}-pilot"})
             began: list[float] = []
@@ -201,12 +203,12 @@ class Speedrun:
                 watch=lambda _step: began.append(time.monotonic()),
             )  # fmt: skip
             pace = median(later - before for before, later in pairwise(began[2:]))  # the first steps compile
-            expected = self.speed.seconds(first.model, first.tokens_per_step, self.config.data.seq_len)
+            expected = self.speed.seconds(first.model, batch, self.config.data.seq_len)
             self.keep(speed=dataclasses.asdict(self.speed.scaled(pace / expected)))
             loss, bits = summary.held_out.get("eval/valid/loss"), summary.held_out.get("eval/valid/bpb")
-            above = 1 + ABOVE[self.device] / short.steps
-            point = Point("pilot", first.size, short.tokens, unique, (loss or 1.0) / above)
+            point = Point("pilot", first.size, short.tokens, unique, loss or 1.0)
             law = scaled_to(LAWS[self.device], [point])
+            self.keep(pilot={"loss": loss, "steps": short.steps, "tokens_per_step": batch, "pace": pace})
             self.keep(law=dataclasses.asdict(law) if loss else None, bits_per_nat=bits / loss if bits and loss else 1.0)
 
     def decide(self, spent: float) -> RunConfig:
@@ -249,7 +251,7 @@ class Speedrun:
                 other = by_size[at]
                 size = parameter_counts(other.model)["total"] / 1e6
                 lines.append(f"one size {name} ({size:.2f} M): loss {factor * other.loss:.3f}")
-        if epochs > 0.95 * most_epochs(unique):
+        if epochs > 0.95 * FILL * most_epochs(unique):
             lines.append("the text is too short for this time: more would only be learned by heart, so it ends early")
         return lines
 
@@ -257,7 +259,7 @@ class Speedrun:
         """What ends the run on time; a run whose steps a person has set ends there."""
         if "train.steps" in self.given:
             return lambda _step: None
-        longest = int(most_epochs(self.kept["unique_tokens"]) * self.kept["unique_tokens"])
+        longest = int(FILL * most_epochs(self.kept["unique_tokens"]) * self.kept["unique_tokens"])
         run, ends_at = self.workspace.run(config.train.name), time.monotonic() + self.left(spent)
         return Deadline(run, config, ends_at, max(config.train.steps, longest // config.train.tokens_per_step))
 
