@@ -4,6 +4,7 @@
     python benchmarks/decide.py halving --work W    four tasks: a grid of nine rates, and the same with --halving
     python benchmarks/decide.py ladder --work W     on a GPU: the law of speedruns (laws.json), about 6 minutes
     python benchmarks/decide.py equal --work W      on a GPU: the size it chooses beside four others, about 2 minutes
+    python benchmarks/decide.py speedrun --work W --name TEXT --machine TEXT    note a finished speedrun in W
     python benchmarks/decide.py show                what was found, as tables
 
 W is a workspace with packed text, such as `z2a quickstart` leaves behind; studies and runs named decide-* in it are
@@ -84,12 +85,19 @@ def main() -> None:
     for name in ("ladder", "equal"):
         verbs.add_parser(name).add_argument("--work", type=Path, required=True)
     verbs.choices["ladder"].add_argument("--text", default="", help="what the text is, for the record")
+    verb = verbs.add_parser("speedrun")
+    for name in ("--name", "--machine"):
+        verb.add_argument(name, required=True)
+    verb.add_argument("--work", type=Path, required=True)
     verbs.add_parser("show")
     arguments = parser.parse_args()
     if arguments.verb == "ladder":
         ladder(arguments)
     elif arguments.verb == "equal":
         keep("equal", equal(arguments))
+    elif arguments.verb == "speedrun":
+        noted = json.loads((RESULTS / f"{NAME}.json").read_text()).get("speedrun", {}).get("runs", {})
+        keep("speedrun", {"runs": {**noted, arguments.name: speedrun(arguments)}})
     elif arguments.verb != "show":
         found = kills(arguments) if arguments.verb == "kills" else halving(arguments)
         keep(arguments.verb, {"steps": arguments.steps, **found})
@@ -286,12 +294,54 @@ def show_equal(of: dict[str, Any]) -> None:
         print(f"| {cells} | {point.loss:.4f} | {predicted(law, point):.4f} | {point.loss / best - 1:.2%} |")
 
 
+# ---- speedrun --------------------------------------------------------------------------------------------------------
+
+
+def speedrun(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a speedrun expected, and what came out."""
+    from zero2all.model.config import parameter_counts
+    from zero2all.track.reader import RunReader
+    from zero2all.train.saved_config import load_run_config
+
+    kept, stages = (json.loads((arguments.work / name).read_text()) for name in ("speedrun.json", "quickstart.json"))
+    (run,) = (path for path in (arguments.work / "runs").iterdir() if not path.name.endswith("-pilot"))
+    of, config = RunReader(run), load_run_config(run)
+    losses, bits = (of.series(f"eval/valid/{name}") for name in ("loss", "bpb"))
+    best = int(losses.value.argmin())
+    return {
+        "machine": arguments.machine,
+        "seconds_given": kept["seconds"],
+        "seconds": round(sum(stage["seconds"] for stage in stages.values()), 1),
+        "stages": {name: round(stage["seconds"], 1) for name, stage in stages.items()},
+        "unique_tokens": kept["unique_tokens"],
+        "parameters": parameter_counts(config.model)["total"],
+        "tokens": int(losses.tokens[best]),
+        "expected_loss": kept["run"]["predicted_loss"],
+        "loss": float(losses.value[best]),
+        "bits_per_byte": float(bits.value[best]),
+    }
+
+
+def show_speedruns(of: dict[str, Any]) -> None:
+    """Time and loss beside those expected."""
+    print(
+        "\n| speedrun | time | model | tokens | loss expected | reached | bits per byte |\n|---|---|---|---|---|---|---|"
+    )
+    for name, run in of["runs"].items():
+        time_off, loss_off = run["seconds"] / run["seconds_given"] - 1, run["loss"] / run["expected_loss"] - 1
+        cells = [name, f"{run['seconds']:.0f} s ({time_off:+.1%})", f"{run['parameters'] / 1e6:.2f} M"]
+        cells += [f"{run['tokens'] / 1e6:.1f} M", f"{run['expected_loss']:.3f}", f"{run['loss']:.3f} ({loss_off:+.1%})"]
+        print(f"| {' | '.join(cells)} | {run['bits_per_byte']:.4f} |")
+
+
 def show() -> None:
     """Tables of what is saved."""
     found = json.loads((RESULTS / f"{NAME}.json").read_text())
     show_ladder()
     if "equal" in found:
         show_equal(found["equal"])
+    if "speedrun" in found:
+        show_speedruns(found["speedrun"])
     if "kills" in found:
         of = found["kills"]
         print(

@@ -17,7 +17,7 @@ from example import Example
 from zero2all.common.files import PARTIAL_MARK
 from zero2all.config.schedule import learning_rate
 from zero2all.config.training import AnnealConfig
-from zero2all.experiments.sweep import Sweep, SweepPlan, halving_rungs, parse_axis
+from zero2all.experiments.sweep import HALVING_RUNGS, Sweep, SweepPlan, parse_axis
 from zero2all.packed.shard_format import open_split, packed_sources
 from zero2all.train.checkpoints.find import newest_checkpoint
 from zero2all.train.checkpoints.snapshot import Snapshot
@@ -85,7 +85,7 @@ FACTORS = "x0.25,x0.35,x0.5,x0.7,x1,x1.4,x2,x2.8,x4"
 def branches(example: Example, theme: Theme) -> Canvas:
     """The rate of a trial that is judged on the way, and how many trials of a sweep with halving go on."""
     axes, given = (parse_axis(f"optim.lr_max={FACTORS}"),), ("--schedule.kind=wsd",)
-    plan = SweepPlan("quickstart", given, axes, rungs=halving_rungs(), halving=True)
+    plan = SweepPlan("quickstart", given, axes, rungs=HALVING_RUNGS, halving=True)
     packed = example.workspace.packed
     sweep = Sweep(plan, "sweep", example.workspace, [open_split(packed, packed_sources(packed)[0], "train")])
     trial, count = sweep.trials[0], len(sweep.trials)
