@@ -105,8 +105,8 @@ def test_the_tables_of_reinforcement_learning_are_those_of_the_results():
 
 
 BUYERS = {
-    "2 CPU cores, 3 MB of text": ("cpu", Speed(0.0, 35e-6, 116e9), 0.85e6, 3e6),
-    "the same, 100 MB": ("cpu", Speed(0.0, 35e-6, 116e9), 28e6, 100e6),
+    "2 CPU cores, 3 MB of text": ("cpu", Speed(0.0, 51e-6, 96e9), 0.85e6, 3e6),
+    "the same, 100 MB": ("cpu", Speed(0.0, 51e-6, 96e9), 28e6, 100e6),
     "RTX 4090, 4 GB": ("cuda", Speed(0.0165, 0.0, 0.9 * 66e12), 1e9, 4e9),
     "H200, 4 GB": ("cuda", Speed(0.0045, 0.0, 404e12), 1e9, 4e9),
 }

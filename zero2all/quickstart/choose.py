@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from zero2all.config import RunConfig
-from zero2all.config.rules import BATCH_POWER, REFERENCE_BATCH, REFERENCE_TOKENS, SHORT_RUN_POWER, with_value
+from zero2all.config.rules import BATCH_POWER, REFERENCE_BATCH, REFERENCE_TOKENS, SHORT_RUN_POWER
 from zero2all.estimate.flops import flops_per_token
 from zero2all.estimate.run_calculators import ScalingLaw
 from zero2all.experiments.law import worth
@@ -34,7 +34,7 @@ REPEATS = ((30_000, 10.0), (120_000, 8.0), (400_000, 6.0), (math.inf, 4.0))
 """(below so many tokens, how often a text is read at most): beyond that the model learns it by heart. On an H200, 59 M
 tokens read 6 times gave 45 M parameters a held-out loss of 1.66; 2.7 times, 56 M parameters 1.62."""
 FILL = 1.25
-"""So many times more often it is read where only this keeps a machine from standing still; nothing is expected of it."""
+"""So many times more often it is read where the time would not be used otherwise; nothing is expected of it."""
 MOST_PER_TOKEN = 4.0
 """Parameters in products for each token of the text, at most, for the same reason."""
 LEAST_STEPS = 20
@@ -142,14 +142,14 @@ def batch_for(config: RunConfig, tokens: float, given: Collection[str]) -> int:
 def settings_of(config: RunConfig, choice: Choice, device: str) -> dict[str, Any]:
     """The fields of a choice. Rates are left to the rules where the preset leaves them."""
     every, seq_len = -(-choice.steps // 5), config.data.seq_len
-    rows = choice.tokens_per_step // seq_len
+    rows, most = choice.tokens_per_step // seq_len, max(1, MICRO_TOKENS[device] // seq_len)
     model = {f"model.{name}": getattr(choice.model, name) for name in (*FIELDS, "head_dim")}
     values: dict[str, Any] = {
         **model,
         "train.tokens": None,
         "train.tokens_per_step": choice.tokens_per_step,
         "train.steps": choice.steps,
-        "train.micro_batch_samples": math.gcd(rows, max(1, MICRO_TOKENS[device] // seq_len)),
+        "train.micro_batch_samples": max(each for each in range(1, most + 1) if rows % each == 0),
         # Every state that is validated is kept, so that the best of them is there at the end.
         **dict.fromkeys(("validation.every_steps", "checkpoint.every_steps", "checkpoint.keep_every_steps"), every),
     }
@@ -166,26 +166,24 @@ def settings_of(config: RunConfig, choice: Choice, device: str) -> dict[str, Any
     return values
 
 
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The config with the chosen fields in their places."""
-    for name, value in values.items():
-        config = with_value(config, name, value)
-    return config
-
-
 def measured_speed(config: RunConfig, device: str) -> Speed:
     """The speed of this machine, from some real steps of two shapes."""
-    from zero2all.measure.short_run import measure_steps
-    from zero2all.predict.batch import BatchShape
-
     rows = max(4, MICRO_TOKENS[device] // config.data.seq_len)
-    points = []
+    tokens, points = rows * config.data.seq_len, []
     for width in (64, 256) if device == "cpu" else (256, 768):
         model = with_width(config.model, width)
-        batch = BatchShape(rows, config.data.seq_len, 1)
-        found = measure_steps(dataclasses.replace(config, model=model), batch, 0.5, warm_up_seconds=0.2)
-        points.append((batch.tokens * flops_per_token(model, config.data.seq_len)["causal"], found["step_seconds"]))
+        seconds = measured_step(dataclasses.replace(config, model=model), rows, rows)
+        points.append((tokens * flops_per_token(model, config.data.seq_len)["causal"], seconds))
     (small, fast), (large, slow) = points
     flops = (large - small) / max(slow - fast, 1e-3 * slow)
     beside = max(0.0, fast - small / flops)
-    return Speed(0.0, beside / batch.tokens, flops) if device == "cpu" else Speed(beside, 0.0, flops)
+    return Speed(0.0, beside / tokens, flops) if device == "cpu" else Speed(beside, 0.0, flops)
+
+
+def measured_step(config: RunConfig, rows: int, at_once: int) -> float:
+    """Seconds of a real step of so many rows."""
+    from zero2all.measure.short_run import measure_steps
+    from zero2all.predict.batch import BatchShape
+
+    batch = BatchShape(at_once, config.data.seq_len, rows // at_once)
+    return float(measure_steps(config, batch, 0.5, warm_up_seconds=0.2)["step_seconds"])

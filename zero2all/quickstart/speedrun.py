@@ -44,6 +44,7 @@ from zero2all.quickstart.choose import (
     batch_for,
     choices,
     measured_speed,
+    measured_step,
     most_epochs,
     settings_of,
     vocabulary,
@@ -202,13 +203,17 @@ class Speedrun:
                 trial, self.workspace, fresh=True, say=lambda _: None, brief=True,
                 watch=lambda _step: began.append(time.monotonic()),
             )  # fmt: skip
-            pace = median(later - before for before, later in pairwise(began[2:]))  # the first steps compile
+            if self.device == "cpu":  # there a step costs more than its tokens, so the pilot's, of fewer, says little
+                run, batch = self.run_config(first).train, first.tokens_per_step
+                pace = measured_step(self.run_config(first), batch // self.config.data.seq_len, run.micro_batch_samples)
+            else:
+                pace = median(later - before for before, later in pairwise(began[2:]))  # the first steps compile
             expected = self.speed.seconds(first.model, batch, self.config.data.seq_len)
             self.keep(speed=dataclasses.asdict(self.speed.scaled(pace / expected)))
             loss, bits = summary.held_out.get("eval/valid/loss"), summary.held_out.get("eval/valid/bpb")
             point = Point("pilot", first.size, short.tokens, unique, loss or 1.0)
             law = scaled_to(LAWS[self.device], [point])
-            self.keep(pilot={"loss": loss, "steps": short.steps, "tokens_per_step": batch, "pace": pace})
+            self.keep(pilot={"loss": loss, "steps": short.steps, "tokens": short.tokens, "pace": pace})
             self.keep(law=dataclasses.asdict(law) if loss else None, bits_per_nat=bits / loss if bits and loss else 1.0)
 
     def decide(self, spent: float) -> RunConfig:
