@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from zero2all.infer.prompts import Prompt
     from zero2all.infer.sampling import Sampling
     from zero2all.infer.service import Service
+    from zero2all.parallel.world import World
     from zero2all.serve.server import ModelServer
 
 SHORTEST_TOKEN = 16
@@ -27,7 +29,7 @@ SHORTEST_TOKEN = 16
 @verb("""
     generate: continue texts with a model
 
-    model? --work --step --device --dtype --int8
+    model? --work --step --device --dtype --int8 --parallel.tensor/tensor --parallel.pipeline/pipeline
     |! --prompt* TEXT =None        the beginning of a text; may be repeated
     |! --prompts FILE              file with many prompts: one per line as text, or JSON lines {"prompt": "…"} with
         settings such as "temperature", "stop" and "id" (if the first line is JSON, or the name ends with .jsonl); -
@@ -46,6 +48,10 @@ SHORTEST_TOKEN = 16
     z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl
     """)
 def _generate(arguments: argparse.Namespace) -> int | None:
+    return over_ranks(arguments, lambda world: _write(arguments, world))
+
+
+def _write(arguments: argparse.Namespace, world: World | None) -> int | None:
     from zero2all.infer.engine import EngineSettings
     from zero2all.infer.service import Service
 
@@ -53,7 +59,7 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         raise UsageError("--out needs the name of a file. Without --out the results go to standard output.")
     prompts = _prompts(arguments)  # before the model is loaded: every bad line is named at once
     _note_useless_draws(prompts)
-    loaded = _load(arguments)
+    loaded = _load(arguments, world)
     at_once = 1 if sum(prompt.n for prompt in prompts) == 1 else None
     service = Service(loaded, EngineSettings(at_once, int8=arguments.int8, owns_model=True))
     try:
@@ -235,7 +241,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 @verb("""
     serve: serve a model: an OpenAI-compatible API, and a page to talk to it
 
-    model? --work --step --device --dtype --int8
+    model? --work --step --device --dtype --int8 --parallel.tensor/tensor --parallel.pipeline/pipeline
     --name NAME                   name of the model for clients (default: the name of the run)
     --max-len N:int>=2            tokens of prompt and answer together (default: the model's)
     --max-batch N:int>=1          answers generated at once (default: 32 on a CPU, 256 on a GPU)
@@ -251,7 +257,11 @@ def _chat(arguments: argparse.Namespace) -> int:
     z2a serve my-run --work my-workspace --open
     z2a serve path/to/huggingface-folder --port 8000
     """)
-def _serve(arguments: argparse.Namespace) -> None:
+def _serve(arguments: argparse.Namespace) -> int | None:
+    return over_ranks(arguments, lambda world: _serve_here(arguments, world))
+
+
+def _serve_here(arguments: argparse.Namespace, world: World | None) -> None:
     token = _token_in(arguments.token_file) if arguments.token_file else None
 
     from zero2all.infer.engine import EngineSettings
@@ -260,7 +270,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
     settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, int8=arguments.int8, owns_model=True)
-    model = ServedModel(lambda: _load(arguments), settings, arguments.name, arguments.max_waiting)
+    model = ServedModel(lambda: _load(arguments, world), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
     )
@@ -313,12 +323,42 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
     )
 
 
-def _load(arguments: argparse.Namespace) -> LoadedModel:
-    """The model that the arguments name."""
+def over_ranks(arguments: argparse.Namespace, command: Callable[[World | None], int | None]) -> int | None:
+    """A command in this process; or, where the model is spread, in rank 0 of several, which the others follow."""
+    count = arguments.tensor * arguments.pipeline
+    if count == 1:
+        return command(None)
+    from zero2all.parallel.config import ParallelConfig
+    from zero2all.parallel.launch import local_processes, run_processes
+
+    asked = arguments.device or "auto"
+    device: Any = asked if asked in ("auto", "cpu", "cuda") else "cuda"
+    if "LOCAL_RANK" not in os.environ:
+        return run_processes(local_processes(ParallelConfig(processes=count, device=device)), arguments.command_line)
+
+    from zero2all.infer.spread import IDLE_SECONDS, follow
+    from zero2all.parallel.device import pick_device, set_cpu_threads
+    from zero2all.parallel.world import join_world
+
+    sizes = {"tensor": arguments.tensor, "pipeline": arguments.pipeline}
+    config = ParallelConfig(device=device, timeout_seconds=IDLE_SECONDS, **sizes)
+    set_cpu_threads(None, None)
+    with join_world(pick_device(device, "--device"), config) as world:
+        if not world.is_first:
+            follow(_load(arguments, world))
+            return None
+        code = command(world)
+        world.broadcast(None)
+        return code
+
+
+def _load(arguments: argparse.Namespace, world: World | None = None) -> LoadedModel:
+    """The model that the arguments name, or what this rank has of it."""
     from zero2all.common.workspace import Workspace, is_folder_name
     from zero2all.infer.load import load_model
 
     is_name = is_folder_name(arguments.model) and not Path(arguments.model).exists()
     if is_name and (arguments.work != Path() or workspaces_below()):
         workspace_of(arguments)  # says which workspaces there are
-    return load_model(arguments.model, Workspace(arguments.work), arguments.step, arguments.device, arguments.dtype)
+    device = world.device if world else arguments.device
+    return load_model(arguments.model, Workspace(arguments.work), arguments.step, device, arguments.dtype, world)

@@ -10,7 +10,7 @@ import shlex
 import signal
 import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -192,8 +192,9 @@ def take_language(words: list[str]) -> list[str]:
     return rest
 
 
-def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words for argparse, and the overrides `--section.field VALUE`, whose values it would take for arguments."""
+def split_overrides(words: list[str], flags: Container[str] = ()) -> tuple[list[str], list[str]]:
+    """The words for argparse, and the overrides `--section.field VALUE`, whose values it would take for arguments.
+    `flags`: those of a verb, which may be named as fields are."""
     plain: list[str] = []
     overrides: list[str] = []
     rest = list(words)
@@ -202,7 +203,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
         name, equals, _ = word.removeprefix("--").partition("=")
         if word == "--":
             return [*plain, word, *rest], overrides
-        if word.startswith("--") and ("." in name or name in WHOLE_SECTIONS):
+        if word.startswith("--") and ("." in name or name in WHOLE_SECTIONS) and f"--{name}" not in flags:
             overrides.append(word)
             if not equals and rest and not rest[0].startswith("--"):
                 overrides.append(rest.pop(0))
@@ -251,6 +252,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     if plain[:1] and plain[0][0] != "-" and plain[0] not in MODULES:
         parser.verb(plain[0])  # which says what there is instead
     verb = parser.find(plain)
+    plain, overrides = split_overrides(words, verb.flags)
+    plain = with_verb(plain)
     _refuse_unknown_flags(verb, plain)
     reads_config = bool(verb.get_default("reads_config"))
     if reads_config:

@@ -59,7 +59,7 @@ All fields with their meaning and value:
 
 Handler = TypeVar("Handler", bound=Callable[[argparse.Namespace], int | None])
 LINE = re.compile(
-    r"(?P<either>\|!? )?(?P<name>[\w-]+)(/(?P<dest>\w+))?(?P<many>[?+*]*)(?P<required>!?)"
+    r"(?P<either>\|!? )?(?P<name>[\w.-]+)(/(?P<dest>\w+))?(?P<many>[?+*]*)(?P<required>!?)"
     r"( (?P<value>\S.*?))??( =(?P<default>\S*))?\s{2,}(?P<help>.*)"
 )
 NUMBER = re.compile(r"(int|float)((>=?)([\d.]+?)(\.\.([\d.]+))?)?")
@@ -439,6 +439,8 @@ share("""
     --dtype float32|bfloat16|float16  precision of weights and computation (default: bfloat16 on a GPU, float32 on
         the CPU)
     --int8                            keep the weights of linear layers in 8 bits: less memory, slightly worse
+    --parallel.tensor/tensor N:int>=1 =1      ranks that share the heads of each block and their cache (default 1)
+    --parallel.pipeline/pipeline N:int>=1 =1  ranks that have some of the blocks each (default 1)
     --top-k N:int>=0 =0               sample only from the N most likely tokens (default 0: all)
     --top-p X:float>0..1 =1           sample only from the most likely tokens that together have this probability
         (default 1: all)

@@ -31,7 +31,7 @@ from zero2all.infer.job import ChosenToken, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
 from zero2all.infer.score import LOGITS_AT_ONCE, RowScorer, distributions_after
-from zero2all.infer.weights import drop_matrices, packed_for_cpu, quantise, weights_of
+from zero2all.infer.weights import Weights, drop_matrices, packed_for_cpu, quantise, weights_of
 
 MOST_ALTERNATIVES = 20
 WORTH_SHARING = 0.7
@@ -84,7 +84,8 @@ class Engine:
         settings = settings or EngineSettings()
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
-        self._model, weights = loaded.model, weights_of(loaded.model)
+        mesh = loaded.world and loaded.world.mesh
+        self._model, weights = loaded.model, weights_of(loaded.model, mesh.tensor.size if mesh else 1)
         if settings.int8:
             weights = quantise(weights)
             if settings.owns_model:
@@ -95,13 +96,16 @@ class Engine:
         self.max_len = min(settings.max_len or config.max_seq_len, config.max_seq_len)
         self.max_batch = settings.max_batch or (256 if on_gpu else 32)
         self.prefill_tokens = settings.prefill_tokens or (8192 if on_gpu else 512)
-        blocks = _blocks_in(settings.cache_bytes, block_bytes(config, dtype), self.max_len, self.max_batch, self.device)
+        one = block_bytes(weights.config, dtype)
+        blocks = _blocks_in(settings.cache_bytes, one, self.max_len, self.max_batch, self.device)
+        if loaded.world is not None:  # the same on all ranks
+            blocks = min(loaded.world.gather(blocks))
         self.pool = BlockPool(blocks)
-        self.blocks = KeyValueBlocks(config, blocks, dtype, self.device)
+        self.blocks = KeyValueBlocks(weights.config, blocks, dtype, self.device)
         if not on_gpu and not settings.int8 and self.max_batch > 1:
             weights = packed_for_cpu(weights, available_memory())
-        self.forward = Forward(weights, self.blocks)
-        self.slow_because = obstacle(weights)
+        self.forward = self.make_forward(weights)
+        self.slow_because = obstacle(weights) or ("a model that is spread over ranks" if mesh else "")
         """Why decoding does not use the kernels and graphs of `cuda`; empty: it does."""
         never = self.vocabulary.never
         self._fast = None if self.slow_because else CudaDecoder(weights, self.blocks, self.max_len, never)
@@ -116,6 +120,10 @@ class Engine:
         self._seen: dict[int, Tensor] = {}  # of sequences with a repetition penalty: which ids occur (V,)
         self._picker: tuple[list[Job], Picker] | None = None
         self._count = 0
+
+    def make_forward(self, weights: Weights) -> Forward:
+        """What makes the passes."""
+        return Forward(weights, self.blocks)
 
     # What callers use ------------------------------------------------------------------------------------------------
 
@@ -349,16 +357,25 @@ class Engine:
                 places = range(max(start - 1, job.done), last)
                 wanted += [(job, begin + place - job.done, job.ids[place + 1]) for place in places]
             begin += count
-        at_once = max(1, LOGITS_AT_ONCE // len(self.forward.weights.head))
+        at_once = max(1, LOGITS_AT_ONCE // self.forward.weights.config.vocab_ids)
         for first in range(0, len(wanted), at_once):
             jobs, numbers, ids = zip(*wanted[first : first + at_once], strict=True)
             logits = self.forward.logits(hidden[self._tensor(numbers)])
             chosen = logits.gather(1, self._tensor(ids).unsqueeze(1))
             ranks = (logits > chosen).sum(dim=-1).tolist()
-            scores = (chosen.squeeze(1) - logits.logsumexp(dim=-1)).tolist()
+            totals = logits.logsumexp(dim=-1, keepdim=True)
+            scores = (chosen - totals).squeeze(1).tolist()
             for job, score, rank in zip(jobs, scores, ranks, strict=True):
                 job.scores.append(score)
                 job.ranks.append(rank)
+            asked = [job.request.alternatives for job in jobs]
+            if (most := max((each for each in asked if each is not None), default=None)) is None:
+                continue
+            best = logits.topk(min(most, logits.shape[1]), dim=-1)
+            likeliest = zip(best.indices.tolist(), (best.values - totals).tolist(), strict=True)
+            for job, own, score, count, pair in zip(jobs, ids, scores, asked, likeliest, strict=True):
+                if count is not None:
+                    job.scored.append(ChosenToken(own, score, tuple(zip(*pair, strict=True))[:count]))
 
     def _note_full_blocks(self, job: Job) -> None:
         full = job.done // BLOCK
@@ -494,6 +511,7 @@ class Engine:
         if not job.is_scored:
             job.scores.clear()
             job.ranks.clear()
+            job.scored.clear()
         self.waiting.appendleft(job)
 
     # Tokens ----------------------------------------------------------------------------------------------------------

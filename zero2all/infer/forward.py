@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
-from zero2all.infer.weights import LayerWeights, Weights, project
+from zero2all.infer.weights import LayerWeights, Weight, Weights, project
 from zero2all.ops.attention import SequenceBorders, ragged_attention, ragged_problem
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.precision import widened
+from zero2all.ops.rms_norm import RmsNormOp
 from zero2all.ops.rope import QkNorm, RopeOp
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -147,19 +148,31 @@ class Forward:
         tables = weights.cos[positions], weights.sin[positions]  # (N, D / 2)
         rope = ops.rope if tokens.is_cuda else _fewer_calls_rope(tables)
         rms_norm = ops.rms_norm if tokens.is_cuda or weights.norm.dtype != torch.float32 else _fewer_calls_rms_norm
-        x = F.embedding(tokens, weights.embedding)
-        if config.fp32_residual:
-            x = widened(x)
+        x = self.begin(tokens)
         branch: Tensor | None = None
         for number, layer in enumerate(weights.layers):
             normed, x = rms_norm(x, branch, layer.attention_norm, config.rms_norm_eps)
             qkv = project(normed, layer.qkv, layer.qkv_bias).view(1, len(tokens), -1, config.head_size)
             mixed = attend(number, *rope(qkv, *tables, config.heads, config.kv_heads, layer.qk_norm))
-            branch = project(mixed, layer.out, layer.out_bias)
+            branch = self.second(mixed, layer.out, layer.out_bias)
             normed, x = rms_norm(x, branch, layer.feed_forward_norm, config.rms_norm_eps)
             branch = self._feed_forward(layer, normed)
-        normed, _ = rms_norm(x, branch, weights.norm, config.rms_norm_eps)
-        return normed
+        return self.end(x, branch, rms_norm)
+
+    # What differs where a model is spread over ranks (`spread`).
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """The residual before the first block (N, C)."""
+        x = F.embedding(tokens, self.weights.embedding)
+        return widened(x) if self.weights.config.fp32_residual else x
+
+    def second(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """The second matrix of a pair, whose columns tensor ranks share."""
+        return project(x, weight, bias)
+
+    def end(self, x: Tensor, branch: Tensor | None, rms_norm: RmsNormOp) -> Tensor:
+        """After the last block: normalised hidden states (N, C)."""
+        return rms_norm(x, branch, self.weights.norm, self.weights.config.rms_norm_eps)[0]
 
     def _feed_forward(self, layer: LayerWeights, x: Tensor) -> Tensor:
         if layer.experts is not None:
@@ -168,7 +181,7 @@ class Forward:
         assert layer.gate_up_pairs is not None
         assert layer.down is not None
         inner = self.weights.ops.swiglu(project(x, layer.gate_up_pairs, layer.gate_up_bias))
-        return project(inner, layer.down, layer.down_bias)
+        return self.second(inner, layer.down, layer.down_bias)
 
 
 def _are_neighbours(table: Tensor) -> bool:

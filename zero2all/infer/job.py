@@ -71,6 +71,8 @@ class Job:
     scores: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     """For each scored token, how many ids are likelier at its place."""
+    scored: list[ChosenToken] = field(default_factory=list)
+    """The scored tokens with the likeliest ones at their places, where alternatives were asked for."""
     finish: str | None = None
     blocks: list[int] = field(default_factory=list)
     done: int = 0

@@ -18,7 +18,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.peers import Peers
 from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace, refuse_workspace
 from zero2all.config import RunConfig
-from zero2all.config.training import model_at
+from zero2all.config.training import OptimConfig, model_at
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.hf import DTYPES, nonfinite, open_hf_folder
 from zero2all.model.init import without_weights
@@ -29,10 +29,18 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
+from zero2all.parallel.config import ParallelConfig
 from zero2all.parallel.device import pick_device
-from zero2all.parallel.parameter_table import init_weights, model_parts
+from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.parameter_table import held_table, init_weights, layout_table, model_parts, router_biases
+from zero2all.parallel.pipeline import keep_stages, make_stages, model_costs
+from zero2all.parallel.pipeline import problems as pipeline_problems
+from zero2all.parallel.shards import part_of
+from zero2all.parallel.tensor import cut_model
+from zero2all.parallel.tensor import problems as tensor_problems
+from zero2all.parallel.world import World
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer
-from zero2all.train.checkpoints.find import newest_checkpoint
+from zero2all.train.checkpoints.find import find_newest, newest_checkpoint, open_at
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, checkpoint_folder, require_checkpoint
 from zero2all.train.checkpoints.load import Checkpoint, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import Step, chosen_step
@@ -60,11 +68,13 @@ class LoadedModel:
     """Tokens it was trained on; 0 where that is not known."""
     folder: Path | None = None
     """Where it came from: the folder of the run, or the Hugging Face folder; None: it was made here."""
+    world: World | None = None
+    """The ranks that it is spread over (`spread`); None: it is whole."""
 
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self.model.embedding.weight.device
+        return next(self.model.parameters()).device
 
     @property
     def window(self) -> int:
@@ -95,8 +105,10 @@ def load_model(
     step: Step = None,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    world: World | None = None,
 ) -> LoadedModel:
-    """The model of a run (its name in `workspace`, or the path of its folder) or of a Hugging Face folder.
+    """The model of a run (its name in `workspace`, or the path of its folder) or of a Hugging Face folder; with `world`
+    what this rank has of it.
 
     `device` None takes a GPU where there is one; `dtype` None is bfloat16 there and float32 on the CPU. Of a run only
     the weights are read; a newer checkpoint whose weights are damaged is left out, and said so.
@@ -110,8 +122,10 @@ def load_model(
         folder = workspace.run(source)
     try:
         if (folder / CONFIG_FILE).is_file():
-            return _run_weights(folder, step, place, kind)
+            return _run_weights(folder, step, place, kind) if world is None else _part(folder, step, kind, world)
         if (folder / "config.json").is_file():
+            if world is not None:
+                raise UsageError(f"{folder} is a Hugging Face folder. To spread it over ranks, import it: z2a import.")
             return _hf_weights(folder, step, place, kind)
     except FileNotFoundError as error:
         raise BadInputError(
@@ -141,11 +155,19 @@ def untrained(workspace: Workspace, config: RunConfig) -> LoadedModel:
     return LoadedModel(f"{config.train.name} (untrained)", 0, model, tokenizer, config)
 
 
-def empty_model(config: ModelConfig, ops: OpsConfig, device: torch.device, dtype: torch.dtype) -> Z2all:
-    """A model whose weights are still to be written: no time is spent on drawing them."""
+def empty_model(
+    config: ModelConfig, ops: OpsConfig, device: torch.device, dtype: torch.dtype, mesh: Mesh | None = None
+) -> Z2all:
+    """A model whose weights are still to be written: no time is spent on drawing them. With `mesh` only what this rank
+    has of it."""
     context = OpContext(device.type, dtype, hidden_size=config.hidden_size)
     with without_weights():
         model = Z2all(config, resolve(ops, context))
+        if mesh is not None and mesh.tensor.size > 1:
+            cut_model(model, mesh.tensor)
+        if mesh is not None and mesh.pipeline.size > 1:
+            stages = make_stages(model_costs(config, config.max_seq_len), mesh.pipeline.size)
+            keep_stages(model, [stages[mesh.pipeline.rank]])
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             values = torch.empty(parameter.shape, dtype=dtype, device=device)
@@ -201,6 +223,34 @@ def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype
         model = filled.pop(checkpoint.step)
         _refuse_nonfinite(model, f"the run {run.name} at step {checkpoint.step}", "Choose another one with --step.")
         return _loaded_run(run, checkpoint, _at(checkpoint, config), model, tokenizer.result())
+
+
+def _part(run: Path, step: Step, dtype: torch.dtype, world: World) -> LoadedModel:
+    """What a rank has of the model of a run, from a checkpoint of any layout."""
+    run = run.resolve()
+    config, mesh = load_run_config(run), world.mesh
+    if config.finetune.lora.rank:
+        raise UsageError(f"{run.name} has adapters, which are merged on one device only: z2a export, then z2a import.")
+    parallel = ParallelConfig(tensor=mesh.sizes.tensor, pipeline=mesh.sizes.pipeline, copy_kv_heads=True)
+    asked = dataclasses.replace(config, parallel=parallel, ops=OpsConfig(), optim=OptimConfig())
+    for problem in (*tensor_problems(asked, mesh.sizes), *pipeline_problems(asked, mesh.sizes)):
+        raise UsageError(problem)
+    step = world.gather(chosen_step(run, step))[0]
+    checkpoint = find_newest(run, world, None) if step is None else open_at(run, step, world)
+    if checkpoint is None:
+        require_checkpoint(run, None)
+        raise AssertionError("it has none")
+    config = _at(checkpoint, config)
+    model = empty_model(config.model, READY_OPS, world.device, dtype, mesh)
+    holders = dict(model.named_parameters())
+    parts = {
+        one.name: part_of(holders[one.holder], one) for one in held_table(layout_table(config.model), holders, mesh)
+    }
+    parts |= router_biases(model)
+    checkpoint.load_into({f"{checkpoint.model_group}/{name}": part for name, part in parts.items()}, any_dtype=True)
+    _refuse_nonfinite(model, f"the run {run.name} at step {checkpoint.step}", "Choose another one with --step.")
+    tokenizer = _ready_tokenizer(open_workspace(run.parent.parent).tokenizer)
+    return dataclasses.replace(_loaded_run(run, checkpoint, config, model, tokenizer), world=world)
 
 
 def _ready_tokenizer(folder: Path) -> Tokenizer:

@@ -55,7 +55,7 @@ class RowScorer:
             [self._rows[each.row][each.first + 1 : each.first + 1 + len(each.places)] for each in stretches]
         )
         order = np.argsort(places, kind="stable")
-        at_once = max(1, LOGITS_AT_ONCE // len(self._forward.weights.head))
+        at_once = max(1, LOGITS_AT_ONCE // self._forward.weights.config.vocab_ids)
         chunks = [order[first : first + at_once] for first in range(0, len(order), at_once)]
         values = [self._of_chunk(hidden, places[chunk], targets[chunk]) for chunk in chunks]
         self._collect()  # the pass before this one: on a GPU, this one is being computed meanwhile

@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zero2all.common.errors import UserError
-from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.engine import EngineSettings
 from zero2all.infer.job import Job
 from zero2all.infer.load import LoadedModel
+from zero2all.infer.spread import make_engine
 from zero2all.infer.text import Piece, TextJob, TextRequest, engine_request
 
 Deliver = Callable[[Piece], None]
@@ -51,7 +52,7 @@ class Service:
 
     def __init__(self, loaded: LoadedModel, settings: EngineSettings | None = None) -> None:
         self.loaded = loaded
-        self.engine = Engine(loaded, settings)
+        self.engine = make_engine(loaded, settings)
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[Job, Ticket] = {}
         self._unfinished: set[Ticket] = set()  # these and what the engine's thread has not taken yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ class TextRequest:
     """Log probabilities of each token and of this many likeliest ones; None: not computed."""
     end_ids: tuple[int, ...] = ()
     """Ids that end the answer, beside the tokenizer's own."""
+    score_prompt: bool = False
+    """With `logprobs`: those of the prompt too, and of the token that ends the answer. Then nothing need be written."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Piece:
     """Whole characters; may be empty; never a part of a stop string."""
     tokens: tuple[int, ...] = ()
     choices: tuple[ChosenToken, ...] = ()
-    """One for each token, where log probabilities were asked for."""
+    """One for each token, where log probabilities were asked for; before them those of the prompt, the first without
+    one (NaN), and after them the end, where the prompt is scored."""
     finish: str | None = None
     """In the last piece: stop (the model ended the text, or a stop string came), length, cancelled or error."""
     error: str = ""
@@ -70,6 +74,7 @@ class TextJob:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # characters that may be the beginning of a stop string
         self._read = 0
+        self._has_begun = False
         self.is_done = False
 
     def read(self) -> Piece | None:
@@ -93,7 +98,12 @@ class TextJob:
             text, self.is_done = text + self._held, True  # what was held back turned out to be no stop string
             self._engine.cancel(job)
         usage = self._usage(end) if finish is not None else None
-        return Piece(text, tuple(job.new_ids[first:end]), tuple(job.choices[first:end]), finish, "", usage)
+        choices = job.choices[first:end]
+        if self.request.score_prompt:
+            begin = [] if self._has_begun else [ChosenToken(job.request.ids[0], math.nan), *job.scored]
+            choices = [*begin, *choices, *([job.ending] if self.is_done and job.ending else [])]
+            self._has_begun = True
+        return Piece(text, tuple(job.new_ids[first:end]), tuple(choices), finish, "", usage)
 
     def _usage(self, new_tokens: int) -> Usage:
         job, prompt = self.job, self.job.request.prompt_tokens
@@ -144,17 +154,18 @@ def engine_request(engine: Engine, request: TextRequest) -> Request:
         ids = request.prompt
     elif (least := engine.tokenizer.fewest_tokens(request.prompt)) >= engine.max_len:
         raise engine.too_long(f"at least {least:,}")  # now: to encode megabytes takes seconds
-    elif request.heal:
+    elif request.heal and not request.score_prompt:
         healed = heal(request.prompt, engine.tokenizer, engine.vocabulary)
         ids, given_back = healed.ids, healed.given_back
     else:
         ids = [opening_id(engine.tokenizer), *engine.tokenizer.encode_text(request.prompt)]
     room = max(1, engine.max_len - len(ids) - len(given_back))
     most = room if request.max_new_tokens is None else request.max_new_tokens
-    if most < 1:
+    if most < 1 and not request.score_prompt:
         raise UsageError(f"max_new_tokens is {most}; it must be at least 1.")
+    start = 1 if request.score_prompt else None
     prepared = Request(
-        ids, min(most, room), request.sampling, given_back, request.logprobs, end_ids=frozenset(request.end_ids)
+        ids, min(most, room), request.sampling, given_back, request.logprobs, start, frozenset(request.end_ids)
     )
     engine.check(prepared)
     return prepared

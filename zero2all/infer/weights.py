@@ -16,6 +16,7 @@ from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.z2all import Block, Z2all
 from zero2all.ops.registry import Ops
 from zero2all.ops.rope import QkNorm
+from zero2all.parallel.tensor import local_config
 
 
 class StoredWeight(Protocol):
@@ -63,11 +64,15 @@ class Weights:
     sin: Tensor
 
 
-def weights_of(model: Z2all) -> Weights:
-    """The tensors of `model`; nothing is copied but an embedding with a norm."""
+def weights_of(model: Z2all, tensor_ranks: int = 1) -> Weights:
+    """The tensors of `model`, or of what one rank has of it; nothing is copied but an embedding with a norm."""
     layers = [_layer(block) for block in model.blocks if isinstance(block, Block)]
-    config, embedding, norm = model.config, model.embedding_rows().detach(), model.norm.weight.detach()
-    head = model.head_weight.detach()[: config.vocab_ids]
+    config = model.config
+    none = layers[0].attention_norm.new_empty(0, config.hidden_size)  # of a pipeline stage that is not the first, last
+    embedding = model.embedding_rows().detach() if hasattr(model, "embedding") else none
+    norm = model.norm.weight.detach() if hasattr(model, "norm") else none
+    head = none if norm is none else model.head_weight.detach()[: config.vocab_ids]
+    config = dataclasses.replace(local_config(config, tensor_ranks), layers=len(layers))
     return Weights(config, model.ops, embedding, layers, norm, head, model.cos, model.sin)
 
 

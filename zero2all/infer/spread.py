@@ -1,0 +1,229 @@
+"""A model spread over ranks: what does not fit into one device is generated from, served and evaluated.
+
+    tensor     every rank has some heads and inner units of each block, and the cache of its heads; the parts of the sum
+               after the second matrix of a pair are summed, logits are gathered
+    pipeline   every rank has some of the blocks, and their cache; hidden states go from rank to rank, one after the
+               other: that divides memory, not time
+
+Rank 0 runs the command. What is asked of its engine is told to the other ranks as JSON, and each makes the same call of
+an engine of its own: the same requests give the same passes, and all ranks see the same logits and draw the same
+tokens. So only passes communicate tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from zero2all.common.errors import UsageError
+from zero2all.infer.boundary import Vocabulary
+from zero2all.infer.cache import KeyValueBlocks
+from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.forward import Forward
+from zero2all.infer.job import Job, Request, Scores
+from zero2all.infer.load import LoadedModel
+from zero2all.infer.sampling import Sampling
+from zero2all.infer.weights import Weight, Weights, project
+from zero2all.ops.precision import widened
+from zero2all.ops.rms_norm import RmsNormOp
+from zero2all.parallel.mesh import Mesh
+from zero2all.parallel.reduce import gather_into
+
+IDLE_SECONDS = 365 * 86400.0
+"""How long a rank waits for the next call: a server may have nothing to do. A rank that dies is noticed at once."""
+
+
+class SpreadForward(Forward):
+    """The passes of one rank. Those of a pipeline that are not the last have no hidden states to give, only rows of the
+    right number."""
+
+    def __init__(self, weights: Weights, blocks: KeyValueBlocks, mesh: Mesh) -> None:
+        super().__init__(weights, blocks)
+        self._tensor, self._stages = mesh.tensor, mesh.pipeline
+        self._stage_ranks = list(range(mesh.tensor.rank, mesh.sizes.processes, mesh.tensor.size))
+        self._is_last = mesh.pipeline.rank == mesh.pipeline.size - 1
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        """Rows of the own ids, summed; or what the stage before sent."""
+        table, config = self.weights.embedding, self.weights.config
+        if self._stages.rank:
+            dtype = torch.promote_types(table.dtype, torch.float32) if config.fp32_residual else table.dtype
+            x = table.new_empty(len(tokens), config.hidden_size, dtype=dtype)
+            dist.recv(x, self._stage_ranks[self._stages.rank - 1], group=self._stages.group)
+            return x
+        place = tokens - self._tensor.rank * len(table)
+        is_elsewhere = (place < 0) | (place >= len(table))
+        x = F.embedding(place.clamp(0, len(table) - 1), table).masked_fill(is_elsewhere.unsqueeze(1), 0.0)
+        x = self._tensor.sum(x)
+        return widened(x) if config.fp32_residual else x
+
+    def second(self, x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """The parts of the ranks, summed; the bias once."""
+        branch = self._tensor.sum(project(x, weight, None).contiguous())
+        return branch if bias is None else branch + bias
+
+    def end(self, x: Tensor, branch: Tensor | None, rms_norm: RmsNormOp) -> Tensor:
+        """Hidden states, or what the next stage needs."""
+        if self._is_last:
+            return super().end(x, branch, rms_norm)
+        x = x if branch is None else x + branch
+        dist.send(x.contiguous(), self._stage_ranks[self._stages.rank + 1], group=self._stages.group)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, V) in float32, the same on every rank."""
+        config, ranks = self.weights.config, self._tensor.size
+        found = hidden.new_empty(len(hidden), config.vocab_ids, dtype=torch.float32)
+        if self._is_last:
+            own = super().logits(hidden)
+            rows = config.vocab_rows // ranks
+            own = F.pad(own, (0, rows - own.shape[1])) if ranks > 1 else own
+            of_ranks = own.new_empty(ranks, *own.shape)
+            if ranks > 1:
+                gather_into(of_ranks.view(-1), own.contiguous().view(-1), group=self._tensor.group)
+                own = of_ranks.transpose(0, 1).flatten(1)
+            found = own[:, : config.vocab_ids].contiguous()
+        if self._stages.group is not None:
+            dist.broadcast(found, self._stage_ranks[-1], group=self._stages.group)
+        return found
+
+
+def mirrored(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that all ranks call; what it calls itself is not told again."""
+
+    @functools.wraps(method)
+    def call(self: SpreadEngine, *values: Any) -> Any:
+        if self._is_inside or not self._orders.is_first:
+            return method(self, *values)
+        self._orders.broadcast([method.__name__, self._number, *map(_told, values)])
+        self._is_inside = True
+        try:
+            return method(self, *values)
+        finally:
+            self._is_inside = False
+
+    return call
+
+
+class SpreadEngine(Engine):
+    """The engine of one rank."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: EngineSettings | None = None,
+        vocabulary: Vocabulary | None = None,
+        number: int = 0,
+    ) -> None:
+        assert loaded.world is not None, "a model on one device has a plain engine"
+        settings = settings or EngineSettings()
+        self._orders, self._number, self._is_inside = loaded.world, number, False
+        self._jobs: dict[int, Job] = {}
+        self._mesh = loaded.world.mesh
+        super().__init__(loaded, settings, vocabulary)
+
+    def make_forward(self, weights: Weights) -> Forward:
+        """Passes that communicate."""
+        return SpreadForward(weights, self.blocks, self._mesh)
+
+    def submit(self, request: Request) -> Job:
+        """Queue a request on all ranks."""
+        self.check(request)
+        return self._submit(request)  # type: ignore[no-any-return]
+
+    @mirrored
+    def _submit(self, request: Request) -> Job:
+        job = super().submit(request)
+        self._jobs = {number: each for number, each in self._jobs.items() if each.finish is None} | {job.number: job}
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Take a request out on all ranks."""
+        self._cancel(job.number)
+
+    @mirrored
+    def _cancel(self, number: int) -> None:
+        if number in self._jobs:
+            super().cancel(self._jobs[number])
+
+    @mirrored
+    def step(self) -> list[Job]:
+        """One round of work of all ranks."""
+        return super().step()
+
+    @mirrored
+    def reset(self) -> None:
+        """Forget everything, on all ranks."""
+        super().reset()
+
+    def score(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], when_done: Callable[[int], None] | None = None
+    ) -> list[Scores]:
+        """See `Engine.score`."""
+        for row, start in zip(rows, starts, strict=True):
+            if len(row) > start:
+                self.check(Request(row, 0, score_from=start))
+        self._when_done = when_done
+        return self._score_rows(rows, starts)  # type: ignore[no-any-return]
+
+    @mirrored
+    def _score_rows(self, rows: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Scores]:
+        return super().score(rows, starts, self._when_done if self._orders.is_first else None)
+
+    def distributions(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """See `Engine.distributions`."""
+        for row in rows:
+            self.check(Request(row, 1))
+        return self._distributions(rows)  # type: ignore[no-any-return]
+
+    @mirrored
+    def _distributions(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        return super().distributions(rows)
+
+
+def make_engine(
+    loaded: LoadedModel, settings: EngineSettings | None = None, vocabulary: Vocabulary | None = None
+) -> Engine:
+    """The engine of a model, on one device or on several ranks."""
+    if loaded.world is None:
+        return Engine(loaded, settings, vocabulary)
+    number = next(_numbers)
+    loaded.world.broadcast(["engine", number, asdict(settings or EngineSettings())])
+    return SpreadEngine(loaded, settings, vocabulary, number)
+
+
+_numbers = itertools.count()
+
+
+def follow(loaded: LoadedModel) -> None:
+    """On the other ranks: do what rank 0 says, until it says no more."""
+    assert loaded.world is not None
+    engines = dict[int, SpreadEngine]()
+    while (order := loaded.world.broadcast(None)) is not None:
+        name, number, *values = order
+        if name == "engine":
+            engines[number] = SpreadEngine(loaded, EngineSettings(**values[0]), None, number)
+            continue
+        try:
+            getattr(engines[number], name)(*map(_request, values))
+        except UsageError:  # rank 0 says it
+            continue
+
+
+def _told(value: Any) -> Any:
+    return {**asdict(value), "end_ids": sorted(value.end_ids)} if isinstance(value, Request) else value
+
+
+def _request(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    value = {**value, "sampling": Sampling(**value["sampling"]), "end_ids": frozenset(value["end_ids"])}
+    return Request(**value)
