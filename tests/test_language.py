@@ -25,7 +25,7 @@ ROOMS = sorted(path.name for path in PACKAGE.iterdir() if any(path.glob("*.py"))
 NOT_SHOWN = {"AssertionError", "NotImplementedError", "RuntimeError", "TypeError", "IndexError", "KeyError", "OSError"}
 """Errors that mean a bug, or that the system words."""
 SPEAKS = {"say", "tell", "print", "t", "translate", "refuse", "warn", "message", "_note"}
-SPEAKS |= {"DoctorFinding", "GuardFinding", "RunFinding", "ShapeFinding"}
+SPEAKS |= {"GuardFinding", "RunFinding", "ShapeFinding", "Area", "ok", "note", "warning", "error", "graded"}
 WORDS_OF = {"add_verb": (2,), "add_group": (2,), "add_address": (1,), "progress": (0, 2), "advance": (1,)}
 WORDS_OF |= {"print_table": (0, 1)}
 """Function -> which of its arguments a person reads."""

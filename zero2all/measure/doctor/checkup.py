@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zero2all.common.progress import progress
 from zero2all.measure.doctor import host
-from zero2all.measure.doctor.finding import DoctorFinding
+from zero2all.measure.doctor.finding import Area, DoctorFinding
 from zero2all.measure.doctor.gpus import look_at_gpus, look_at_links
 from zero2all.measure.doctor.software import TorchFacts, look_at_environment, look_at_kernels, look_at_versions
 
@@ -30,7 +30,7 @@ def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> 
             try:
                 found = list(look())
             except (OSError, ValueError) as error:  # files of the kernel differ; the other checks still count
-                found = [DoctorFinding(name, "note", f"not looked at: {error}")]
+                found = [Area(name).note(f"not looked at: {error}")]
             bar.advance(1, note=name)
             return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Literal
 
 Grade = Literal["ok", "note", "warning", "error"]
@@ -20,6 +21,20 @@ class DoctorFinding:
     found: str
     why: str = ""
     advice: str = ""
+
+
+@dataclass(frozen=True)
+class Area:
+    """What findings are about: `Area("gpu").warning(found, why, advice)` is one."""
+
+    name: str
+
+    def graded(self, grade: Grade, found: str, why: str = "", advice: str = "") -> DoctorFinding:
+        """A finding of this area."""
+        return DoctorFinding(self.name, grade, found, why, advice)
+
+    ok, note = partialmethod(graded, "ok"), partialmethod(graded, "note")
+    warning, error = partialmethod(graded, "warning"), partialmethod(graded, "error")
 
 
 def worst(findings: list[DoctorFinding]) -> Grade:

@@ -10,9 +10,10 @@ from xml.etree import ElementTree
 
 from zero2all.common.cores import allowed_cpus, cpu_numbers
 from zero2all.estimate.flops import peak_flops
-from zero2all.measure.doctor.finding import DoctorFinding, output_of
+from zero2all.measure.doctor.finding import Area, DoctorFinding, output_of
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+GPU, DRIVER, LINKS = Area("gpu"), Area("driver"), Area("links")
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 
 
@@ -170,31 +171,26 @@ def look_at_gpus() -> tuple[list[DoctorFinding], Report | None]:
     try:
         report = parse_report(text)
     except ValueError as error:
-        return [
-            DoctorFinding("gpu", "note", f"not looked at: the output of nvidia-smi was not understood ({error})")
-        ], None
+        return [GPU.note(f"not looked at: the output of nvidia-smi was not understood ({error})")], None
     if not report.gpus:
         why = "The driver runs but has no GPU: training would use the CPU."
         advice = "In a container, start it with --gpus all. Else see `dmesg` for lines with NVRM or Xid."
-        return [DoctorFinding("gpu", "error", f"driver {report.driver}, and no GPU", why, advice)], report
-    findings = [DoctorFinding("driver", "ok", f"NVIDIA driver {report.driver}, for CUDA up to {report.cuda or '?'}")]
+        return [GPU.error(f"driver {report.driver}, and no GPU", why, advice)], report
+    findings = [DRIVER.ok(f"NVIDIA driver {report.driver}, for CUDA up to {report.cuda or '?'}")]
     for gpu in report.gpus:
-        findings += [DoctorFinding("gpu", "ok", _summary(gpu)), *_state_of(gpu), *_speed_of(gpu)]
+        findings += [GPU.ok(_summary(gpu)), *_state_of(gpu), *_speed_of(gpu)]
     findings += _as_a_set(report.gpus)
     return findings, report
 
 
 def _without_report(problem: str) -> DoctorFinding:
     if "not installed" in problem:
-        return DoctorFinding(
-            "gpu", "note", "no nvidia-smi here, so the GPUs, their driver and links were not looked at"
-        )
+        return GPU.note("no nvidia-smi here, so the GPUs, their driver and links were not looked at")
     if "mismatch" in problem:
         why = "The driver was updated while its older kernel module is still loaded: no program can use the GPU."
-        return DoctorFinding("driver", "error", problem, why, "Reboot, or unload and load the nvidia kernel modules.")
-    why = "Where nvidia-smi fails, CUDA usually fails too."
+        return DRIVER.error(problem, why, "Reboot, or unload and load the nvidia kernel modules.")
     advice = "Run nvidia-smi by hand; see `dmesg` for lines with NVRM or Xid; in a container, check --gpus all."
-    return DoctorFinding("driver", "error", f"nvidia-smi failed: {problem}", why, advice)
+    return DRIVER.error(f"nvidia-smi failed: {problem}", "Where nvidia-smi fails, CUDA usually fails too.", advice)
 
 
 def _summary(gpu: GpuState) -> str:
@@ -215,37 +211,31 @@ def _state_of(gpu: GpuState) -> Iterator[DoctorFinding]:
     """What makes results wrong, or the GPU unusable."""
     name = f"GPU {gpu.index}"
     if gpu.uncorrected:
-        yield DoctorFinding(
-            "gpu",
-            "error",
+        yield GPU.error(
             f"{name}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded",
             "A program that read this memory got wrong values or was killed.",
             f"Reset it (`nvidia-smi -i {gpu.index} -r`) or reboot; if they come back, have the card replaced.",
         )
     if gpu.remapping == "failed":
         why = "The card has no spare memory rows left to replace bad ones."
-        yield DoctorFinding("gpu", "error", f"{name}: replacing a memory row failed", why, "Have the card replaced.")
+        yield GPU.error(f"{name}: replacing a memory row failed", why, "Have the card replaced.")
     if gpu.remapping == "pending":
         why = "Bad memory rows are replaced only when the card is reset."
         advice = f"Reset it when it is idle: `nvidia-smi -i {gpu.index} -r`."
-        yield DoctorFinding("gpu", "warning", f"{name}: a memory row waits to be replaced", why, advice)
+        yield GPU.warning(f"{name}: a memory row waits to be replaced", why, advice)
     if gpu.compute_mode == "Prohibited":
-        why = "No program may use this GPU."
         advice = f"As root: `nvidia-smi -i {gpu.index} -c DEFAULT`."
-        yield DoctorFinding("gpu", "error", f"{name}: its compute mode is Prohibited", why, advice)
+        yield GPU.error(f"{name}: its compute mode is Prohibited", "No program may use this GPU.", advice)
     if gpu.ecc == "Disabled":
-        why = "Flipped bits of memory change weights without a trace."
         advice = f"As root: `nvidia-smi -i {gpu.index} -e 1`, then reboot. It costs no speed on HBM."
-        yield DoctorFinding("gpu", "note", f"{name}: ECC is off", why, advice)
+        yield GPU.note(f"{name}: ECC is off", "Flipped bits of memory change weights without a trace.", advice)
     if gpu.mig == "Enabled":
         why = "The card is cut into parts: a program sees one part, and parts cannot reach each other over NVLink."
-        yield DoctorFinding(
-            "gpu", "note", f"{name}: MIG is on", why, "For training on the whole card: `nvidia-smi -mig 0`."
-        )
+        yield GPU.note(f"{name}: MIG is on", why, "For training on the whole card: `nvidia-smi -mig 0`.")
     if gpu.used_mib and gpu.memory_mib and gpu.used_mib > BUSY_SHARE * gpu.memory_mib:
         found = f"{name}: {gpu.used_mib / 1024:.1f} GiB are in use already, by {gpu.processes} processes seen here"
         why = "That memory is missing from a run, and what computes beside it slows it down."
-        yield DoctorFinding("gpu", "warning", found, why, "See `nvidia-smi`; end what is left over.")
+        yield GPU.warning(found, why, "See `nvidia-smi`; end what is left over.")
 
 
 def _speed_of(gpu: GpuState) -> Iterator[DoctorFinding]:
@@ -253,38 +243,33 @@ def _speed_of(gpu: GpuState) -> Iterator[DoctorFinding]:
     name = f"GPU {gpu.index}"
     if gpu.power_limit and gpu.default_power_limit and gpu.power_limit < 0.99 * gpu.default_power_limit:
         found = f"{name}: the power limit is {gpu.power_limit:.0f} W, {gpu.default_power_limit:.0f} W by default"
-        why = "Large matmuls run at the power limit: a lower one lowers the clock."
         advice = f"As root: `nvidia-smi -i {gpu.index} -pl {gpu.default_power_limit:.0f}`, where cooling allows it."
-        yield DoctorFinding("gpu", "warning", found, why, advice)
+        yield GPU.warning(found, "Large matmuls run at the power limit: a lower one lowers the clock.", advice)
     if gpu.slowed_by:
         found = f"{name}: clocks are lowered now ({', '.join(gpu.slowed_by)})"
         why = "The card protects itself from heat or a weak power supply; every step takes longer."
-        yield DoctorFinding(
-            "gpu", "warning", found, why, "Check the cooling, the air temperature and the power cables."
-        )
+        yield GPU.warning(found, why, "Check the cooling, the air temperature and the power cables.")
     elif gpu.celsius and gpu.slow_celsius and gpu.celsius > gpu.slow_celsius - NEAR_CELSIUS:
         found = f"{name}: {gpu.celsius:.0f} °C; it slows down at {gpu.slow_celsius:.0f} °C"
-        yield DoctorFinding("gpu", "warning", found, "It will soon lower its clock.", "Check the cooling.")
+        yield GPU.warning(found, "It will soon lower its clock.", "Check the cooling.")
     if gpu.clocks_are_set:
         why = "Somebody fixed the clocks (`nvidia-smi -ac` or `-lgc`), so that they do not rise to the maximum."
-        yield DoctorFinding(
-            "gpu", "note", f"{name}: its clocks are set by hand", why, "As root: `nvidia-smi -rac -rgc`."
-        )
+        yield GPU.note(f"{name}: its clocks are set by hand", why, "As root: `nvidia-smi -rac -rgc`.")
     if gpu.persistence == "Disabled":
         why = "Without a program the driver unloads, so that each first use takes seconds and settings are lost."
-        yield DoctorFinding("gpu", "note", f"{name}: persistence mode is off", why, "As root: `nvidia-smi -pm 1`.")
+        yield GPU.note(f"{name}: persistence mode is off", why, "As root: `nvidia-smi -pm 1`.")
     now, most = gpu.pcie_width
     if now and most and now < most:
         found = f"{name}: PCIe has {now:.0f} of {most:.0f} lanes"
         why = "Copies from and to the host, offload and checkpoints take as many times longer."
-        yield DoctorFinding("gpu", "warning", found, why, "Check the slot, the riser and the BIOS.")
+        yield GPU.warning(found, why, "Check the slot, the riser and the BIOS.")
     now, most = gpu.pcie_gen
     if now and most and now < most:
         is_idle = gpu.performance_state not in ("P0", "")
         found = f"{name}: PCIe generation {now:.0f} of {most:.0f}"
         why = "An idle card lowers it to save power." if is_idle else "Each generation halves the speed of copies."
         advice = "Look again under load." if is_idle else "Check the slot and the BIOS (link speed, ASPM)."
-        yield DoctorFinding("gpu", "note" if is_idle else "warning", found, why, advice)
+        yield GPU.graded("note" if is_idle else "warning", found, why, advice)
 
 
 def _as_a_set(gpus: list[GpuState]) -> Iterator[DoctorFinding]:
@@ -292,13 +277,11 @@ def _as_a_set(gpus: list[GpuState]) -> Iterator[DoctorFinding]:
     if len(kinds) > 1:
         found = f"different GPUs: {', '.join(f'{count} x {name}' for name, count in kinds.items())}"
         why = "Ranks wait for each other: all run at the speed of the slowest, with the memory of the smallest."
-        yield DoctorFinding("gpu", "warning", found, why, "Choose equal ones with CUDA_VISIBLE_DEVICES.")
+        yield GPU.warning(found, why, "Choose equal ones with CUDA_VISIBLE_DEVICES.")
     for name in kinds:
         if peak_flops(name) is None:
             why = "MFU and predictions need it; a guess would be worse than none."
-            yield DoctorFinding(
-                "gpu", "note", f"the peak FLOPS of {name} are not known here", why, "Runs show tokens/s only."
-            )
+            yield GPU.note(f"the peak FLOPS of {name} are not known here", why, "Runs show tokens/s only.")
 
 
 def look_at_links(report: Report | None) -> list[DoctorFinding]:
@@ -313,13 +296,11 @@ def read_topology() -> Topology | DoctorFinding:
     """What nvidia-smi says of the links, or why it says nothing."""
     text, problem = output_of(["nvidia-smi", "topo", "-m"])
     if text is None:
-        return DoctorFinding("links", "note", f"not looked at: nvidia-smi topo -m: {problem}")
+        return LINKS.note(f"not looked at: nvidia-smi topo -m: {problem}")
     try:
         return parse_topology(text)
     except ValueError as error:
-        return DoctorFinding(
-            "links", "note", f"not looked at: the output of nvidia-smi topo -m was not understood ({error})"
-        )
+        return LINKS.note(f"not looked at: the output of nvidia-smi topo -m was not understood ({error})")
 
 
 def grade_topology(topology: Topology) -> Iterator[DoctorFinding]:
@@ -327,9 +308,9 @@ def grade_topology(topology: Topology) -> Iterator[DoctorFinding]:
     pairs = topology.between_gpus()
     kinds = Counter(pairs.values())
     if not pairs:
-        yield DoctorFinding("links", "ok", "one GPU, so no links between GPUs")
+        yield LINKS.ok("one GPU, so no links between GPUs")
     elif len(kinds) == 1 and next(iter(kinds)).startswith("NV"):
-        yield DoctorFinding("links", "ok", f"every pair of GPUs is joined by NVLink ({next(iter(kinds))})")
+        yield LINKS.ok(f"every pair of GPUs is joined by NVLink ({next(iter(kinds))})")
     else:
         listed = ", ".join(f"{link}: {count} pairs" for link, count in kinds.most_common())
         has_nvlink = any(link.startswith("NV") for link in kinds)
@@ -339,7 +320,7 @@ def grade_topology(topology: Topology) -> Iterator[DoctorFinding]:
             if has_nvlink
             else "Prefer data parallelism; tensor parallelism needs NVLink to pay."
         )
-        yield DoctorFinding("links", "warning" if has_nvlink or "SYS" in kinds else "note", listed, why, advice)
+        yield LINKS.graded("warning" if has_nvlink or "SYS" in kinds else "note", listed, why, advice)
     yield from _far_cards(topology)
     yield from _far_cpus(topology)
 
@@ -353,7 +334,7 @@ def _far_cards(topology: Topology) -> Iterator[DoctorFinding]:
     if far:
         why = "Traffic to other machines then passes through the CPU: no GPUDirect RDMA at full speed."
         advice = "Put network cards and GPUs on the same PCIe switches, or choose the ranks accordingly."
-        yield DoctorFinding("links", "note", f"no network card on the PCIe switch of {', '.join(far)}", why, advice)
+        yield LINKS.note(f"no network card on the PCIe switch of {', '.join(far)}", why, advice)
 
 
 def _far_cpus(topology: Topology) -> Iterator[DoctorFinding]:
@@ -364,4 +345,4 @@ def _far_cpus(topology: Topology) -> Iterator[DoctorFinding]:
         listed = "; ".join(f"{gpu}: CPUs {cpus}" for gpu, cpus in far.items())
         why = "Launching kernels and copying then cross the link between the sockets."
         advice = "Start the process on near CPUs (`numactl --cpunodebind`, or the container's --cpuset-cpus)."
-        yield DoctorFinding("links", "warning", f"this process may use no CPU near {listed}", why, advice)
+        yield LINKS.warning(f"this process may use no CPU near {listed}", why, advice)

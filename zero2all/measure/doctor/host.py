@@ -16,9 +16,10 @@ from zero2all.common.files import human_bytes
 from zero2all.common.language import translate as t
 from zero2all.common.memory import available_memory
 from zero2all.estimate.model_calculators import CHECKPOINT_BYTES
-from zero2all.measure.doctor.finding import DoctorFinding, Grade
+from zero2all.measure.doctor.finding import Area, DoctorFinding, Grade
 from zero2all.parallel.network import fast_ports
 
+CPU, MEMORY, LIMITS, DISK, NETWORK = map(Area, ("cpu", "memory", "limits", "disk", "network"))
 SYS, PROC = Path("/sys"), Path("/proc")
 SMALL_SHM = 1 << 30
 FEW_FILES = 4096
@@ -37,37 +38,32 @@ def look_at_cpu() -> Iterator[DoctorFinding]:
     if quota is not None and quota < allowed - 0.01:
         why = "More threads than that are stopped for a part of every 100 ms, all together."
         advice = f"Set --parallel.cpu_threads {max(1, int(quota))}, or raise the container's CPU limit."
-        yield DoctorFinding("cpu", "warning", f"{found}, but only for the time of {quota:g}", why, advice)
+        yield CPU.warning(f"{found}, but only for the time of {quota:g}", why, advice)
     else:
-        yield DoctorFinding("cpu", "ok", found)
+        yield CPU.ok(found)
     load = os.getloadavg()[0]
     if load > max(1.0, allowed):
         why = "Whatever else runs here takes time from the process that feeds the GPU."
-        yield DoctorFinding(
-            "cpu", "warning", f"load {load:.1f} on {allowed} CPUs", why, "See `top`; stop what is not needed."
-        )
+        yield CPU.warning(f"load {load:.1f} on {allowed} CPUs", why, "See `top`; stop what is not needed.")
     governor = read(SYS / "devices/system/cpu/cpu0/cpufreq/scaling_governor")
     if governor == "powersave" and "intel_pstate" not in read(SYS / "devices/system/cpu/cpu0/cpufreq/scaling_driver"):
         why = "The CPU stays at a low clock, and queues kernels slowly."
-        yield DoctorFinding(
-            "cpu", "note", "the frequency governor is powersave", why, "`cpupower frequency-set -g performance`."
-        )
+        yield CPU.note("the frequency governor is powersave", why, "`cpupower frequency-set -g performance`.")
     yield from _numa()
 
 
 def _numa() -> Iterator[DoctorFinding]:
     nodes = {path.name: read(path / "cpulist") for path in sorted((SYS / "devices/system/node").glob("node[0-9]*"))}
     if not nodes:
-        yield DoctorFinding("cpu", "note", "memory nodes (NUMA) were not looked at: this system does not show them")
+        yield CPU.note("memory nodes (NUMA) were not looked at: this system does not show them")
     elif len(nodes) == 1:
-        yield DoctorFinding("cpu", "ok", "one memory node (NUMA)")
+        yield CPU.ok("one memory node (NUMA)")
     else:
         listed = ", ".join(f"{name}: CPUs {cpus}" for name, cpus in nodes.items())
-        yield DoctorFinding("cpu", "ok", f"{len(nodes)} memory nodes (NUMA): {listed}")
+        yield CPU.ok(f"{len(nodes)} memory nodes (NUMA): {listed}")
         if read(PROC / "sys/kernel/numa_balancing") == "1":
             why = "The kernel moves pages between nodes in the background, with pauses in the process."
-            advice = "As root: `sysctl kernel.numa_balancing=0`."
-            yield DoctorFinding("cpu", "note", "automatic NUMA balancing is on", why, advice)
+            yield CPU.note("automatic NUMA balancing is on", why, "As root: `sysctl kernel.numa_balancing=0`.")
 
 
 def look_at_memory() -> Iterator[DoctorFinding]:
@@ -77,26 +73,26 @@ def look_at_memory() -> Iterator[DoctorFinding]:
     found = f"{human_bytes(available)} of {human_bytes(total)} can still be had"
     if available < 2 << 30:
         why = "Loading torch and reading data takes 1 to 2 GB per process; the system kills what takes more."
-        yield DoctorFinding("memory", "warning", found, why, "Free memory, or raise the limit of the container.")
+        yield MEMORY.warning(found, why, "Free memory, or raise the limit of the container.")
     else:
-        yield DoctorFinding("memory", "ok", found)
+        yield MEMORY.ok(found)
     swapped = (int(sizes.get("SwapTotal", 0)) - int(sizes.get("SwapFree", 0))) << 10
     if swapped > 1 << 30:
         why = "A process that is swapped out stops the others that wait for it."
-        yield DoctorFinding("memory", "warning", f"{human_bytes(swapped)} are swapped out", why, "Free memory.")
+        yield MEMORY.warning(f"{human_bytes(swapped)} are swapped out", why, "Free memory.")
     try:
         shm = os.statvfs("/dev/shm")
     except OSError:
         why = "Processes of one run exchange data there (NCCL, reader processes, memory checkpoints)."
-        yield DoctorFinding("memory", "warning", "there is no /dev/shm", why, "Mount a tmpfs there.")
+        yield MEMORY.warning("there is no /dev/shm", why, "Mount a tmpfs there.")
         return
     size, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
     found = f"/dev/shm: {human_bytes(free)} of {human_bytes(size)} free"
     if free < SMALL_SHM:
         why = "Containers get 64 MB by default; NCCL and reader processes then end with a bus error."
-        yield DoctorFinding("memory", "warning", found, why, "Start the container with --ipc=host or --shm-size=16g.")
+        yield MEMORY.warning(found, why, "Start the container with --ipc=host or --shm-size=16g.")
     else:
-        yield DoctorFinding("memory", "ok", found)
+        yield MEMORY.ok(found)
 
 
 def look_at_limits() -> Iterator[DoctorFinding]:
@@ -108,24 +104,20 @@ def look_at_limits() -> Iterator[DoctorFinding]:
     }
     endless = resource.RLIM_INFINITY
     shown = ", ".join(f"{name} {'unlimited' if value == endless else value}" for name, value in limits.items())
-    yield DoctorFinding("limits", "ok", f"ulimits: {shown}")
+    yield LIMITS.ok(f"ulimits: {shown}")
     files = limits.get("nofile", endless)
     if files != endless and files < FEW_FILES:
         why = "Shards, sockets and reader processes each take file descriptors."
-        yield DoctorFinding(
-            "limits", "warning", f"at most {files} open files", why, "`ulimit -n 65536` before the run."
-        )
+        yield LIMITS.warning(f"at most {files} open files", why, "`ulimit -n 65536` before the run.")
     if limits.get("as", endless) != endless:
         why = "CUDA reserves much more address space than it uses, and fails below such a limit."
-        yield DoctorFinding("limits", "warning", "the address space is limited", why, "`ulimit -v unlimited`.")
+        yield LIMITS.warning("the address space is limited", why, "`ulimit -v unlimited`.")
     if limits.get("fsize", endless) != endless:
         why = "A checkpoint or shard larger than that cannot be written."
-        yield DoctorFinding("limits", "warning", "the size of files is limited", why, "`ulimit -f unlimited`.")
+        yield LIMITS.warning("the size of files is limited", why, "`ulimit -f unlimited`.")
     if list((SYS / "class/infiniband").glob("*")) and limits.get("memlock", endless) != endless:
         why = "InfiniBand registers locked memory; NCCL fails or falls back to TCP."
-        yield DoctorFinding(
-            "limits", "warning", "locked memory is limited", why, "`ulimit -l unlimited`, or --ulimit memlock=-1."
-        )
+        yield LIMITS.warning("locked memory is limited", why, "`ulimit -l unlimited`, or --ulimit memlock=-1.")
 
 
 def look_at_disk(folder: Path) -> Iterator[DoctorFinding]:
@@ -141,24 +133,18 @@ def look_at_disk(folder: Path) -> Iterator[DoctorFinding]:
     )
     grade: Grade = "error" if free < TOO_LITTLE_DISK else "warning" if free < LITTLE_DISK else "ok"
     advice = "" if grade == "ok" else "Free space, or choose another workspace with --work."
-    yield DoctorFinding("disk", grade, found, "" if grade == "ok" else why, advice)
+    yield DISK.graded(grade, found, "" if grade == "ok" else why, advice)
     if space.f_files and space.f_favail < 10_000:
-        yield DoctorFinding(
-            "disk", "warning", f"only {space.f_favail:,} inodes are free", "New files fail.", "Delete files."
-        )
+        yield DISK.warning(f"only {space.f_favail:,} inodes are free", "New files fail.", "Delete files.")
     if kind in ("tmpfs", "ramfs"):
         why = "What is written there takes memory and is lost with the machine."
-        yield DoctorFinding("disk", "warning", f"{there} lies in memory ({kind})", why, "Use a disk for the workspace.")
+        yield DISK.warning(f"{there} lies in memory ({kind})", why, "Use a disk for the workspace.")
     if kind == "overlay":
         why = "What is written there is lost with the container."
-        yield DoctorFinding(
-            "disk", "note", f"{there} belongs to the container", why, "Mount a volume for the workspace."
-        )
+        yield DISK.note(f"{there} belongs to the container", why, "Mount a volume for the workspace.")
     if kind in NETWORK_DISKS:
         why = "Its speed depends on others, and commits of checkpoints wait for it."
-        yield DoctorFinding(
-            "disk", "note", f"{there} is a network disk ({kind})", why, "Keep packed data on a local disk."
-        )
+        yield DISK.note(f"{there} is a network disk ({kind})", why, "Keep packed data on a local disk.")
     yield _disk_speed(there, free)
 
 
@@ -172,14 +158,14 @@ def _file_system(folder: Path) -> str:
 def _disk_speed(folder: Path, free: int) -> DoctorFinding:
     """Write a temporary file, at most 64 MiB and for 1.5 s, force it to the disk, read it back, delete it."""
     if free < 4 * TEST_BYTES:
-        return DoctorFinding("disk", "note", "its speed was not measured: too little space for the test file")
+        return DISK.note("its speed was not measured: too little space for the test file")
     path = folder / f".z2a-doctor-{os.getpid()}"
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
     except OSError as error:
         why = "Every stage writes into the workspace."
         advice = "Choose a folder you can write to with --work."
-        return DoctorFinding("disk", "error", f"{folder} cannot be written to ({error.strerror})", why, advice)
+        return DISK.error(f"{folder} cannot be written to ({error.strerror})", why, advice)
     try:
         path.unlink()  # gone with the process, however it ends
         written, write_seconds = _write(number)
@@ -193,15 +179,15 @@ def _disk_speed(folder: Path, free: int) -> DoctorFinding:
         read_speed = done / (time.perf_counter() - started)
     except OSError as error:
         why = "Every stage writes into the workspace."
-        return DoctorFinding("disk", "error", f"writing to {folder} failed ({error.strerror})", why, "Check the disk.")
+        return DISK.error(f"writing to {folder} failed ({error.strerror})", why, "Check the disk.")
     finally:
         os.close(number)
     speed = written / write_seconds
     found = f"written with fsync {speed / 1e6:,.0f} MB/s, read {read_speed / 1e6:,.0f} MB/s ({written >> 20} MiB)"
     if speed < SLOW_DISK:
         why = f"A checkpoint of 1 B parameters has {CHECKPOINT_BYTES:g} GB with AdamW: two minutes at 100 MB/s."
-        return DoctorFinding("disk", "warning", found, why, "Use a faster disk for the workspace, or save less often.")
-    return DoctorFinding("disk", "ok", found)
+        return DISK.warning(found, why, "Use a faster disk for the workspace, or save less often.")
+    return DISK.ok(found)
 
 
 def _write(number: int) -> tuple[int, float]:
@@ -226,21 +212,21 @@ def look_at_network() -> Iterator[DoctorFinding]:
     listed = ", ".join(
         f"{name} {f'{speed / 1000:g} Gbit/s' if speed > 0 else t('(speed unknown)')}" for name, speed in shown
     )
-    yield DoctorFinding("network", "ok", f"interfaces: {listed}" if listed else "no network interface but the loopback")
+    yield NETWORK.ok(f"interfaces: {listed}" if listed else "no network interface but the loopback")
     ports = fast_ports(SYS)
     for port in ports:
         if port.is_active:
-            yield DoctorFinding("network", "ok", f"InfiniBand or RoCE port {port.name}: {port.rate}")
+            yield NETWORK.ok(f"InfiniBand or RoCE port {port.name}: {port.rate}")
         else:
             found, why = (
                 f"port {port.name} is {port.state}",
                 "NCCL uses the other ports only, or TCP, which is many times slower.",
             )
-            yield DoctorFinding("network", "warning", found, why, "Check cable, switch and subnet manager.")
+            yield NETWORK.warning(found, why, "Check cable, switch and subnet manager.")
     fastest = max((speed for _, speed in shown), default=-1)
     if not ports and 0 < fastest <= 10_000:
         seconds = 2e9 / (fastest * 125e3)  # each of two ranks sends 2 (n - 1) / n = 1 time the bytes
         found = f"the fastest interface has {fastest / 1000:g} Gbit/s"
         why = f"An all-reduce of 1 B bfloat16 gradients between two machines takes at least {seconds:.0f} s over it."
         advice = "It matters only for runs over several machines: use a faster link, or exchange less often."
-        yield DoctorFinding("network", "note", found, why, advice)
+        yield NETWORK.note(found, why, advice)

@@ -21,11 +21,12 @@ from zero2all.common.connections import Connection, ConnectionListener, NotOfThi
 from zero2all.common.connections import listen as open_port
 from zero2all.common.errors import UsageError
 from zero2all.common.language import message
-from zero2all.measure.doctor.finding import DoctorFinding
+from zero2all.measure.doctor.finding import Area, DoctorFinding
 from zero2all.measure.doctor.gpus import grade_topology, read_topology
 from zero2all.measure.doctor.host import look_at_network
 from zero2all.parallel.network import fast_ports, interface_to, network_variables, said_bits
 
+NETWORK, VARIABLES, BETWEEN = Area("network"), Area("variables"), Area("between the machines")
 STREAMS = 4
 SECONDS = 0.6
 CONNECT_SECONDS = 5.0
@@ -39,18 +40,18 @@ def look_at_ways(peers: Sequence[str] = ()) -> Iterator[DoctorFinding]:
     interface = interface_to(host)
     if interface is None:
         advice = "Check the name and the routing table (`ip route`)."
-        yield DoctorFinding("network", "error", f"there is no way to {host or 'other machines'}", "", advice)
+        yield NETWORK.error(f"there is no way to {host or 'other machines'}", "", advice)
     else:
         speed = f", {said_bits(1e6 * interface.mbit)}" if interface.mbit > 0 else ""
-        yield DoctorFinding("network", "ok", f"{interface.name} ({interface.address}{speed}) is used: {interface.why}")
+        yield NETWORK.ok(f"{interface.name} ({interface.address}{speed}) is used: {interface.why}")
     yield from look_at_network()
     ports = fast_ports()
     if not ports:
-        yield DoctorFinding("network", "ok", "no InfiniBand or RoCE card: TCP between machines")
+        yield NETWORK.ok("no InfiniBand or RoCE card: TCP between machines")
     yield from _links()
     for one in network_variables(interface, ports):
         grade = "set by you; `z2a train` leaves it" if one.is_users else f"`z2a train` sets it: {one.why}"
-        yield DoctorFinding("variables", "ok", f"{one.name}={one.value}: {grade}")
+        yield VARIABLES.ok(f"{one.name}={one.value}: {grade}")
 
 
 def _links() -> Iterator[DoctorFinding]:
@@ -65,7 +66,7 @@ def _links() -> Iterator[DoctorFinding]:
             "Where P2P is missing, NCCL goes through shared memory by itself.",
         )
         advice = "Only if the first collective hangs (IOMMU, ACS): `export NCCL_P2P_DISABLE=1`."
-        yield DoctorFinding("variables", "note", found, why, advice)
+        yield VARIABLES.note(found, why, advice)
 
 
 def split_address(text: str) -> tuple[str, int]:
@@ -178,9 +179,7 @@ def measure_pairs(peers: Sequence[str], secret: bytes) -> dict[tuple[str, str], 
 def pair_findings(found: dict[tuple[str, str], Measured]) -> list[DoctorFinding]:
     """An error for each way that could not be measured."""
     return [
-        DoctorFinding(
-            "between the machines",
-            "error",
+        BETWEEN.error(
             f"not measured, from {first} to {second}: {one.problem}",
             "",
             "Start `z2a doctor --network --listen PORT` on that machine, with the port of --peer.",

@@ -14,15 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zero2all import __version__
 from zero2all.common.cores import usable_cores
-from zero2all.measure.doctor.finding import DoctorFinding, Grade
+from zero2all.measure.doctor.finding import Area, DoctorFinding, Grade
 from zero2all.measure.doctor.gpus import Report
 
+SOFTWARE, KERNELS, ENVIRONMENT = Area("software"), Area("kernels"), Area("environment")
 OLDEST_TORCH, NEXT_TORCH = (2, 11), (2, 14)
 PYTHONS = ((3, 11), (3, 13))
 CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
@@ -70,9 +70,7 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
     if platform.system() == "Linux" and kernel and (int(kernel[1]), int(kernel[2])) < OLD_KERNEL:
         why = "Processes with several GPUs were seen to hang on kernels before 5.5."
-        yield DoctorFinding(
-            "software", "warning", f"the kernel is Linux {platform.release()}", why, "Update the kernel."
-        )
+        yield SOFTWARE.warning(f"the kernel is Linux {platform.release()}", why, "Update the kernel.")
     versions = facts.get("versions")
     if versions is None:
         yield _without_torch(problem)
@@ -81,14 +79,13 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
         f"torch {versions['torch']}",
         *(f"{key} {versions[key]}" for key in ("cuda", "cudnn", "nccl") if versions[key]),
     ]
-    yield DoctorFinding("software", "ok", f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
+    yield SOFTWARE.ok(f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
     number = tuple(int(part) for part in versions["torch"].split(".")[:2])
     if not OLDEST_TORCH <= number < NEXT_TORCH:
         lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
         why = f"zero2all is tested with torch from {lowest} to below {highest}."
         grade: Grade = "error" if number < OLDEST_TORCH else "warning"
-        yield DoctorFinding(
-            "software",
+        yield SOFTWARE.graded(
             grade,
             f"torch {versions['torch']} is not tested",
             why,
@@ -104,10 +101,8 @@ def _python() -> DoctorFinding:
     if any(Path(mark).exists() for mark in CONTAINER_MARKS):
         found = f"{found}, in a container"
     if PYTHONS[0] <= here <= PYTHONS[1]:
-        return DoctorFinding("software", "ok", found)
-    return DoctorFinding(
-        "software", "warning", found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these."
-    )
+        return SOFTWARE.ok(found)
+    return SOFTWARE.warning(found, "zero2all is tested with Python 3.11 to 3.13.", "Use one of these.")
 
 
 def _compilers() -> Iterator[DoctorFinding]:
@@ -118,17 +113,17 @@ def _compilers() -> Iterator[DoctorFinding]:
     ):
         path = shutil.which(name)
         found = f"there is no {kind} compiler" if path is None else f"{kind} compiler: {path}"
-        yield DoctorFinding("software", "ok" if path else "note", found, "" if path else why)
+        yield SOFTWARE.graded("ok" if path else "note", found, "" if path else why)
 
 
 def _without_torch(problem: str) -> DoctorFinding:
     if "No module named 'torch'" in problem:
         why = "Without it there is no training; corpus, tokenizer and the calculators work."
-        return DoctorFinding("software", "error", "torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
+        return SOFTWARE.error("torch is not installed", why, "`pip install 'torch>=2.11,<2.14'`.")
     if "had not answered" in problem:
-        return DoctorFinding("software", "note", f"torch, its devices and kernels were not looked at: {problem}")
+        return SOFTWARE.note(f"torch, its devices and kernels were not looked at: {problem}")
     why = "Nothing that needs torch will run."
-    return DoctorFinding("software", "error", f"torch cannot be used: {problem}", why, "Install torch again.")
+    return SOFTWARE.error(f"torch cannot be used: {problem}", why, "Install torch again.")
 
 
 def _pins(versions: dict[str, Any]) -> Iterator[DoctorFinding]:
@@ -147,12 +142,10 @@ def _pins(versions: dict[str, Any]) -> Iterator[DoctorFinding]:
             here = ""
         if here and here != pin[2]:
             why = f"torch {versions['torch']} was built and tested with {pin[1]} {pin[2]}; another may fail."
-            yield DoctorFinding("software", "warning", f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
+            yield SOFTWARE.warning(f"{pin[1]} {here}", why, f"`pip install {pin[1]}=={pin[2]}`.")
         elif not here and pin[1] == "triton" and versions["cuda"]:
             why = "torch.compile and our own kernels need it; without it the slower ones of torch run."
-            yield DoctorFinding(
-                "software", "warning", "Triton is not installed", why, f"`pip install triton=={pin[2]}`."
-            )
+            yield SOFTWARE.warning("Triton is not installed", why, f"`pip install triton=={pin[2]}`.")
 
 
 def _torch_and_driver(
@@ -162,25 +155,23 @@ def _torch_and_driver(
     if has_gpu and versions["cuda"] is None and versions["hip"] is None:
         why = "Training would use the CPU although there is a GPU."
         advice = "Install a build with CUDA: https://pytorch.org/get-started"
-        yield DoctorFinding("software", "error", "this torch is a build without CUDA", why, advice)
+        yield SOFTWARE.error("this torch is a build without CUDA", why, advice)
     elif has_gpu and versions["cuda_problem"]:
         assert report is not None
         why = f"The driver runs CUDA up to {report.cuda or '?'}; this torch was built with {versions['cuda']}."
         advice = "Check CUDA_VISIBLE_DEVICES. Where the driver is older than CUDA of torch, update one of them."
-        yield DoctorFinding("software", "error", f"torch sees no GPU: {versions['cuda_problem']}", why, advice)
+        yield SOFTWARE.error(f"torch sees no GPU: {versions['cuda_problem']}", why, advice)
     elif not has_gpu and not devices:
-        yield DoctorFinding(
-            "software", "note", "no GPU: training runs on the CPU", "It is enough for the quickstart only."
-        )
+        yield SOFTWARE.note("no GPU: training runs on the CPU", "It is enough for the quickstart only.")
     for number, device in enumerate(devices):
         major, minor = device["capability"]
         names = versions["built_for"]
         runs = any(_covers(name, major, minor) for name in names)
-        yield DoctorFinding("software", "ok", f"torch sees GPU {number}: {device['name']}, capability {major}.{minor}")
+        yield SOFTWARE.ok(f"torch sees GPU {number}: {device['name']}, capability {major}.{minor}")
         if names and not runs:
             why = f"This torch holds kernels for {', '.join(names)}: the first one would fail (no kernel image)."
             found = f"torch has no kernels for GPU {number} (sm_{major}{minor})"
-            yield DoctorFinding("software", "error", found, why, "Install a torch built with a newer CUDA.")
+            yield SOFTWARE.error(found, why, "Install a torch built with a newer CUDA.")
 
 
 def _covers(name: str, major: int, minor: int) -> bool:
@@ -199,7 +190,7 @@ def look_at_kernels(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
     entries = facts.get("kernels")
     if entries is None:
         if facts:
-            yield DoctorFinding("kernels", "note", "not looked at: the time was over (see --seconds)")
+            yield KERNELS.note("not looked at: the time was over (see --seconds)")
         return
     on_gpu = bool(facts.get("devices"))
     for operator in dict.fromkeys(entry["operator"] for entry in entries):
@@ -209,9 +200,9 @@ def look_at_kernels(facts: dict[str, Any]) -> Iterator[DoctorFinding]:
         found = f"{operator}: {rows[taken]['implementation']}"
         if absent and on_gpu:
             why = f"Listed before it, and not to be had here: {'; '.join(absent)}."
-            yield DoctorFinding("kernels", "note", found, why, "`z2a perf ops` says why each one cannot run.")
+            yield KERNELS.note(found, why, "`z2a perf ops` says why each one cannot run.")
         else:
-            yield DoctorFinding("kernels", "ok", found)
+            yield KERNELS.ok(found)
 
 
 # ---- variables of the environment ------------------------------------------------------------------------------------
@@ -240,70 +231,43 @@ def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda value: re.search(pattern, value, re.IGNORECASE) is not None
 
 
-@dataclass(frozen=True)
-class VariableRule:
-    """A variable, the values that matter, how much, and why."""
-
-    name: str
-    matters: Callable[[str], bool]
-    grade: Grade
-    why: str
-
-
-RULES = (
-    VariableRule("CUDA_LAUNCH_BLOCKING", _is_on, "warning", SYNC),
-    VariableRule("TORCH_USE_CUDA_DSA", _is_on, "note", "It does something only in a torch that was built with it."),
-    VariableRule(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "warning", "Each tensor is allocated by the driver, which waits."
-    ),
-    VariableRule("CUDA_MODULE_LOADING", _matches("eager"), "note", "All kernels are loaded: 0.5 GiB more on each GPU."),
-    VariableRule("CUDA_CACHE_DISABLE", _is_on, "warning", EVERY_START),
-    VariableRule(
-        "CUDA_DEVICE_MAX_CONNECTIONS", _matches("^1$"), "note", "One queue for all streams: copies wait for kernels."
-    ),
-    VariableRule(
-        "CUBLAS_WORKSPACE_CONFIG", _matches(":16:"), "note", "The small workspace excludes cuBLAS's fastest kernels."
-    ),
-    VariableRule("NVIDIA_TF32_OVERRIDE", _is_off, "warning", "float32 matmuls run without tensor cores."),
-    VariableRule(
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "note", "float32 matmuls are rounded to TF32, whatever is set."
-    ),
-    VariableRule(
-        "TORCH_DISTRIBUTED_DEBUG", _matches("detail"), "warning", "Every collective is checked by another one before."
-    ),
-    VariableRule(
-        "TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "The host waits for every collective: nothing overlaps."
-    ),
-    VariableRule(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_off, "warning", "When one rank dies, the others wait for ever."
-    ),
-    VariableRule(
-        "NCCL_ASYNC_ERROR_HANDLING", _any, "note", "An old name, which torch warns of: TORCH_NCCL_ASYNC_ERROR_HANDLING."
-    ),
-    VariableRule("NCCL_P2P_DISABLE", _is_on, "warning", SLOW_LINK),
-    VariableRule("NCCL_SHM_DISABLE", _is_on, "warning", SLOW_LINK),
-    VariableRule("NCCL_IB_DISABLE", _is_on, "warning", SLOW_LINK),
-    VariableRule("NCCL_NVLS_ENABLE", _is_off, "note", "All-reduces inside a node lose the switch's own reduction."),
-    VariableRule("NCCL_DEBUG", _matches("info|trace"), "note", "Long logs; with TRACE also slower collectives."),
-    VariableRule("NCCL_ALGO", _any, "note", HANDMADE),
-    VariableRule("NCCL_PROTO", _any, "note", HANDMADE),
-    VariableRule("NCCL_MAX_NCHANNELS", _any, "note", HANDMADE),
-    VariableRule("NCCL_NTHREADS", _any, "note", HANDMADE),
-    VariableRule("NCCL_BUFFSIZE", _any, "note", HANDMADE),
-    VariableRule("TORCH_COMPILE_DISABLE", _is_on, "warning", NO_COMPILE),
-    VariableRule("TORCHDYNAMO_DISABLE", _is_on, "warning", NO_COMPILE),
-    VariableRule("TORCH_COMPILE_DEBUG", _is_on, "warning", "Compilation writes all its stages to files."),
-    VariableRule("TORCHINDUCTOR_FORCE_DISABLE_CACHES", _is_on, "warning", EVERY_START),
-    VariableRule("TRITON_ALWAYS_COMPILE", _is_on, "warning", EVERY_START),
-    VariableRule("TRITON_INTERPRET", _is_on, "error", "Triton kernels run in Python, thousands of times slower."),
-    VariableRule("PYTHONMALLOC", _matches("debug"), "warning", "Every allocation of Python is filled and checked."),
-    VariableRule("PYTHONDEVMODE", _is_on, "warning", "Python checks memory and warns at run time: the host gets slow."),
-    VariableRule("MALLOC_PERTURB_", _is_on, "warning", "Every allocation of the host is filled with a pattern."),
-    VariableRule("LD_PRELOAD", _is_on, "note", "Another library stands before those of the system."),
-    VariableRule(
-        "LOCAL_RANK", _any, "warning", "`z2a train` believes that a launcher started it, and waits for other ranks."
-    ),
+RULES: tuple[tuple[str, Callable[[str], bool], Grade, str], ...] = (
+    ("CUDA_LAUNCH_BLOCKING", _is_on, "warning", SYNC),
+    ("TORCH_USE_CUDA_DSA", _is_on, "note", "It does something only in a torch that was built with it."),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", _is_on, "warning", "Each tensor is allocated by the driver, which waits."),
+    ("CUDA_MODULE_LOADING", _matches("eager"), "note", "All kernels are loaded: 0.5 GiB more on each GPU."),
+    ("CUDA_CACHE_DISABLE", _is_on, "warning", EVERY_START),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", _matches("^1$"), "note", "One queue for all streams: copies wait for kernels."),
+    ("CUBLAS_WORKSPACE_CONFIG", _matches(":16:"), "note", "The small workspace excludes cuBLAS's fastest kernels."),
+    ("NVIDIA_TF32_OVERRIDE", _is_off, "warning", "float32 matmuls run without tensor cores."),
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "note", "float32 matmuls are rounded to TF32, whatever is set."),
+    ("TORCH_DISTRIBUTED_DEBUG", _matches("detail"), "warning", "Every collective is checked by another one before."),
+    ("TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "The host waits for every collective: nothing overlaps."),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _is_off, "warning", "When one rank dies, the others wait for ever."),
+    ("NCCL_ASYNC_ERROR_HANDLING", _any, "note", "An old name, which torch warns of: TORCH_NCCL_ASYNC_ERROR_HANDLING."),
+    ("NCCL_P2P_DISABLE", _is_on, "warning", SLOW_LINK),
+    ("NCCL_SHM_DISABLE", _is_on, "warning", SLOW_LINK),
+    ("NCCL_IB_DISABLE", _is_on, "warning", SLOW_LINK),
+    ("NCCL_NVLS_ENABLE", _is_off, "note", "All-reduces inside a node lose the switch's own reduction."),
+    ("NCCL_DEBUG", _matches("info|trace"), "note", "Long logs; with TRACE also slower collectives."),
+    ("NCCL_ALGO", _any, "note", HANDMADE),
+    ("NCCL_PROTO", _any, "note", HANDMADE),
+    ("NCCL_MAX_NCHANNELS", _any, "note", HANDMADE),
+    ("NCCL_NTHREADS", _any, "note", HANDMADE),
+    ("NCCL_BUFFSIZE", _any, "note", HANDMADE),
+    ("TORCH_COMPILE_DISABLE", _is_on, "warning", NO_COMPILE),
+    ("TORCHDYNAMO_DISABLE", _is_on, "warning", NO_COMPILE),
+    ("TORCH_COMPILE_DEBUG", _is_on, "warning", "Compilation writes all its stages to files."),
+    ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", _is_on, "warning", EVERY_START),
+    ("TRITON_ALWAYS_COMPILE", _is_on, "warning", EVERY_START),
+    ("TRITON_INTERPRET", _is_on, "error", "Triton kernels run in Python, thousands of times slower."),
+    ("PYTHONMALLOC", _matches("debug"), "warning", "Every allocation of Python is filled and checked."),
+    ("PYTHONDEVMODE", _is_on, "warning", "Python checks memory and warns at run time: the host gets slow."),
+    ("MALLOC_PERTURB_", _is_on, "warning", "Every allocation of the host is filled with a pattern."),
+    ("LD_PRELOAD", _is_on, "note", "Another library stands before those of the system."),
+    ("LOCAL_RANK", _any, "warning", "`z2a train` believes that a launcher started it, and waits for other ranks."),
 )
+"""A variable, the values that matter, how much, and why."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -313,15 +277,14 @@ NETWORK = Path("/sys/class/net")
 def look_at_environment(values: Mapping[str, str] = os.environ, cores: int | None = None) -> Iterator[DoctorFinding]:
     """Variables that matter, by their value; one line where none does."""
     found = [*_by_rule(values), *_threads(values, cores), *_allocator(values), *_interfaces(values), *_visible(values)]
-    yield from found or [DoctorFinding("environment", "ok", "no variable that costs speed is set")]
+    yield from found or [ENVIRONMENT.ok("no variable that costs speed is set")]
 
 
 def _by_rule(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
-    for rule in RULES:
-        value = values.get(rule.name)
-        if value is not None and rule.matters(value):
-            advice = f"`unset {rule.name}`, unless you need it."
-            yield DoctorFinding("environment", rule.grade, f"{rule.name}={value[:80]}", rule.why, advice)
+    for name, matters, grade, why in RULES:
+        value = values.get(name)
+        if value is not None and matters(value):
+            yield ENVIRONMENT.graded(grade, f"{name}={value[:80]}", why, f"`unset {name}`, unless you need it.")
 
 
 def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[DoctorFinding]:
@@ -332,15 +295,13 @@ def _threads(values: Mapping[str, str], cores: int | None) -> Iterator[DoctorFin
             continue
         if not value.strip().isdigit() or int(value) == 0:
             why, advice = "It is not a number of threads.", f"`unset {name}`, or give a number."
-            yield DoctorFinding("environment", "warning", f"{name}={value[:80]}", why, advice)
+            yield ENVIRONMENT.warning(f"{name}={value[:80]}", why, advice)
         elif int(value) > cores:
             why = f"More threads than the {cores} CPUs of this process: they wait for each other."
-            yield DoctorFinding("environment", "warning", f"{name}={value}", why, f"Set it to {cores} or less.")
+            yield ENVIRONMENT.warning(f"{name}={value}", why, f"Set it to {cores} or less.")
         elif int(value) == 1 and cores > 4:
             why = "One core for work on the CPU, in `z2a train` too."
-            yield DoctorFinding(
-                "environment", "note", f"{name}=1", why, "Right beside a GPU; for work on the CPU unset it."
-            )
+            yield ENVIRONMENT.note(f"{name}=1", why, "Right beside a GPU; for work on the CPU unset it.")
 
 
 def _allocator(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -348,14 +309,13 @@ def _allocator(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
     for name in both:
         found = f"{name}={values[name][:80]}"
         if "expandable_segments:True" in values[name]:
-            yield DoctorFinding("environment", "ok", found)
+            yield ENVIRONMENT.ok(found)
         else:
             why = "It replaces our own setting, expandable_segments:True, which keeps memory from being cut up."
-            advice = "Add expandable_segments:True, or unset it."
-            yield DoctorFinding("environment", "note", found, why, advice)
+            yield ENVIRONMENT.note(found, why, "Add expandable_segments:True, or unset it.")
     if len(both) == 2:
         why = "They are two names of one setting; torch reads the first."
-        yield DoctorFinding("environment", "note", f"both {both[0]} and {both[1]} are set", why, f"`unset {both[1]}`.")
+        yield ENVIRONMENT.note(f"both {both[0]} and {both[1]} are set", why, f"`unset {both[1]}`.")
 
 
 def _interfaces(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -369,7 +329,7 @@ def _interfaces(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
             card == word or (not value.startswith("=") and card.startswith(word)) for card in cards for word in wanted
         ):
             why = f"This machine has {', '.join(sorted(cards))}: ranks could not reach each other."
-            yield DoctorFinding("environment", "error", f"{name}={value}", why, "Name one of these, or unset it.")
+            yield ENVIRONMENT.error(f"{name}={value}", why, "Name one of these, or unset it.")
 
 
 def _visible(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
@@ -378,6 +338,6 @@ def _visible(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
         return
     if value.strip() in ("", "-1"):
         why, advice = "It hides all GPUs: training uses the CPU.", "`unset CUDA_VISIBLE_DEVICES`."
-        yield DoctorFinding("environment", "warning", f"CUDA_VISIBLE_DEVICES={value}", why, advice)
+        yield ENVIRONMENT.warning(f"CUDA_VISIBLE_DEVICES={value}", why, advice)
     else:
-        yield DoctorFinding("environment", "ok", f"CUDA_VISIBLE_DEVICES={value}: only these GPUs are used")
+        yield ENVIRONMENT.ok(f"CUDA_VISIBLE_DEVICES={value}: only these GPUs are used")
