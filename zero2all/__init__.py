@@ -1,13 +1,31 @@
 """zero2all: from raw text to a language model of your own.
 
-Nothing heavy is imported here: `z2a --help` must answer at once, and a stage must not pay for its neighbours.
+Nothing heavy is imported here: `z2a --help` must answer at once, and a stage must not pay for its neighbours. The names
+of the Python API (`api`) are looked up when they are used.
 """
 
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero2all.api import Model, Score, load, metrics, train
 
 __version__ = "0.1.0"
+__all__ = ["Model", "Score", "__version__", "load", "metrics", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from zero2all import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def numba_cache(package: Path) -> Path | None:

@@ -237,10 +237,12 @@ def find_config(source: str, more_names: Collection[str] = ()) -> Path:
 
 
 def preset_files() -> dict[str, Path]:
-    """The named configs that come with zero2all; those of a checkout stand before installed copies."""
-    checkout = Path(__file__).resolve().parents[2] / "configs"
-    installed = Path(sys.prefix) / "share" / "zero2all" / "configs"
-    return {preset.stem: preset for folder in (installed, checkout) for preset in sorted(folder.glob("*.yaml"))}
+    """The named configs that come with zero2all; those of a checkout stand before installed copies. A wheel puts them
+    below the environment, below ~/.local (`pip install --user`) or beside the package (`--target`)."""
+    package = Path(__file__).resolve().parents  # PREFIX/lib/python3.X/site-packages/zero2all/config/__init__.py
+    installed = [Path(sys.prefix), *package[5:6], package[2]]
+    folders = [*(place / "share" / "zero2all" / "configs" for place in installed), package[2] / "configs"]
+    return {preset.stem: preset for folder in folders for preset in sorted(folder.glob("*.yaml"))}
 
 
 def config_values(config: RunConfig) -> dict[str, Any]:
