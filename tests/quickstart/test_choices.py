@@ -14,7 +14,16 @@ from zero2all.config import RunConfig, load_config
 from zero2all.experiments.law import Point, fit
 from zero2all.experiments.shapes import shapes
 from zero2all.model.config import parameter_counts
-from zero2all.quickstart.choose import LAWS, Speed, batch_for, choices, most_epochs, settings_of, vocabulary
+from zero2all.quickstart.choose import (
+    LAWS,
+    Speed,
+    batch_for,
+    choices,
+    measured_speed,
+    most_epochs,
+    settings_of,
+    vocabulary,
+)
 from zero2all.quickstart.deadline import Deadline
 from zero2all.quickstart.own_text import cutting
 from zero2all.quickstart.speedrun import Budget, Speedrun, chat_files
@@ -92,8 +101,24 @@ def test_a_time_in_which_nothing_can_be_trained_is_refused_with_the_time_that_is
     run.values["model.vocab_size"] = 512
     with pytest.raises(BadInputError, match=r"30s are too little here: 25s went into the text.*Give at least 1m"):
         run.choose(spent=25)
-    with pytest.raises(UsageError, match="has a speedrun of 30s"):
+    more = speedrun(tmp_path, 600)
+    assert more.kept == {"seconds": 600, "speed": run.kept["speed"]}, "that time can be given in the same workspace"
+    more.keep(run={})
+    with pytest.raises(UsageError, match="has a speedrun of 10m00s"):
         speedrun(tmp_path, 40)
+
+
+def test_the_vocabulary_stays_when_the_pilot_corrects_the_speed(tmp_path: Path) -> None:
+    run = speedrun(tmp_path)
+    run.keep(speed=dataclasses.asdict(LAPTOP))
+    chosen = run.vocabulary_settings(10**8)
+    run.keep(speed=dataclasses.asdict(LAPTOP.scaled(3.0)))
+    assert speedrun(tmp_path).vocabulary_settings(10**8) == chosen, "or its tokenizer is not that of the run"
+
+
+def test_a_speed_in_which_noise_hides_the_products_is_not_absurd(monkeypatch) -> None:
+    monkeypatch.setattr("zero2all.quickstart.choose.measured_step", lambda config, *_: 100 / config.model.hidden_size)
+    assert measured_speed(SMALL, "cpu").flops < 2e12
 
 
 def test_the_batch_of_a_preset_grows_with_the_tokens_in_whole_rows() -> None:

@@ -170,9 +170,10 @@ def measured_speed(config: RunConfig, device: str) -> Speed:
     """The speed of this machine, from some real steps of two shapes."""
     rows = max(4, MICRO_TOKENS[device] // config.data.seq_len)
     tokens, points = rows * config.data.seq_len, []
+    batch = dataclasses.replace(config.train, tokens_per_step=tokens, micro_batch_samples=rows)
     for width in (64, 256) if device == "cpu" else (256, 768):
         model = with_width(config.model, width)
-        seconds = measured_step(dataclasses.replace(config, model=model), rows, rows)
+        seconds = measured_step(dataclasses.replace(config, model=model, train=batch))
         points.append((tokens * flops_per_token(model, config.data.seq_len)["causal"], seconds))
     (small, fast), (large, slow) = points
     flops = (large - small) / max(slow - fast, 1e-3 * slow)
@@ -180,10 +181,12 @@ def measured_speed(config: RunConfig, device: str) -> Speed:
     return Speed(0.0, beside / tokens, flops) if device == "cpu" else Speed(beside, 0.0, flops)
 
 
-def measured_step(config: RunConfig, rows: int, at_once: int) -> float:
-    """Seconds of a real step of so many rows."""
+def measured_step(config: RunConfig) -> float:
+    """Seconds of a real step."""
     from zero2all.measure.short_run import measure_steps
     from zero2all.predict.batch import BatchShape
 
+    rows, at_once = config.train.tokens_per_step // config.data.seq_len, config.train.micro_batch_samples
+    assert isinstance(at_once, int), "the number is chosen"
     batch = BatchShape(at_once, config.data.seq_len, rows // at_once)
     return float(measure_steps(config, batch, 0.5, warm_up_seconds=0.2)["step_seconds"])

@@ -97,7 +97,11 @@ class Speedrun:
     def __post_init__(self) -> None:
         path = self.workspace.root / PLAN_NAME
         self.kept: dict[str, Any] = read_json(path) if path.is_file() else {}
-        if self.kept.setdefault("seconds", self.budget.seconds) != self.budget.seconds:
+        if "run" not in self.kept and self.kept.get("seconds") != self.budget.seconds:
+            # Nothing is decided for another time yet; only the speed is the same.
+            speed = {"speed": self.kept["speed"]} if "speed" in self.kept else {}
+            self.kept = {"seconds": self.budget.seconds, **speed}
+        if self.kept["seconds"] != self.budget.seconds:
             raise UsageError(
                 f"{self.workspace.root} has a speedrun of {human_seconds(self.kept['seconds'])}. Give the same time to "
                 f"continue it, --fresh to start over, or another --work."
@@ -168,9 +172,10 @@ class Speedrun:
         return values
 
     def vocabulary_settings(self, text_bytes: int) -> dict[str, Any]:
-        """The tokenizer for a text of this size."""
-        size = vocabulary(text_bytes, self.speed.flops * self.budget.seconds)
-        return {"tokenizer.vocab_size": size}
+        """The tokenizer for a text of this size; kept, since the pilot corrects the speed that it follows from."""
+        if "vocab_size" not in self.kept:
+            self.keep(vocab_size=vocabulary(text_bytes, self.speed.flops * self.budget.seconds))
+        return {"tokenizer.vocab_size": self.kept["vocab_size"]}
 
     def choose(self, spent: float) -> list[Choice]:
         """The models for the time that is left, best first; `spent`: seconds of the stages so far."""
@@ -204,8 +209,7 @@ class Speedrun:
                 watch=lambda _step: began.append(time.monotonic()),
             )  # fmt: skip
             if self.device == "cpu":  # there a step costs more than its tokens, so the pilot's, of fewer, says little
-                run, batch = self.run_config(first).train, first.tokens_per_step
-                pace = measured_step(self.run_config(first), batch // self.config.data.seq_len, run.micro_batch_samples)
+                pace, batch = measured_step(self.run_config(first)), first.tokens_per_step
             else:
                 pace = median(later - before for before, later in pairwise(began[2:]))  # the first steps compile
             expected = self.speed.seconds(first.model, batch, self.config.data.seq_len)
