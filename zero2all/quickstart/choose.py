@@ -176,7 +176,7 @@ def measured_speed(config: RunConfig, device: str) -> Speed:
         seconds = measured_step(dataclasses.replace(config, model=model, train=batch))
         points.append((tokens * flops_per_token(model, config.data.seq_len)["causal"], seconds))
     (small, fast), (large, slow) = points
-    flops = (large - small) / max(slow - fast, 1e-3 * slow)
+    flops = (large - small) / max(slow - fast, 0.1 * slow)  # noise can hide the difference
     beside = max(0.0, fast - small / flops)
     return Speed(0.0, beside / tokens, flops) if device == "cpu" else Speed(beside, 0.0, flops)
 
