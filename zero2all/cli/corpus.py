@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.table import print_table
 from zero2all.cli.terminal import wrapped
 from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, human_seconds, say, tell, terminal_safe
+from zero2all.common.schema import nearest_hint
 
 if TYPE_CHECKING:
     from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
@@ -79,7 +81,6 @@ def _build(arguments: argparse.Namespace) -> None:
 
 
 def _print_report(report: dict[str, Any], arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.corpus import summary_notes, summary_rows
 
     print_table(summary_rows(report))
@@ -109,7 +110,6 @@ def _work_flag(arguments: argparse.Namespace) -> Path | None:
     """)
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import corpus_sources
-    from zero2all.common.schema import nearest_hint
 
     corpus = workspace_of(arguments).corpus
     known = corpus_sources(corpus)
@@ -190,7 +190,6 @@ def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Na
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
     from zero2all.common.files import as_written
-    from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import RULES
     from zero2all.corpus.clean.rules import JUDGES
@@ -338,7 +337,6 @@ def _download(arguments: argparse.Namespace) -> None:
 
 
 def _print_files(result: DownloadResult) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.common.files import human_bytes
     from zero2all.corpus.download.fetch import in_words
 

@@ -10,11 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.table import print_table
 from zero2all.cli.verb import LAST_PORT, verb, write_json_result
 from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import tell
+from zero2all.common.secret import given_secret, shared_secret
 
 if TYPE_CHECKING:
     from zero2all.measure.doctor.finding import DoctorFinding
@@ -73,8 +75,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if not write_json_result(arguments.json, found):
         _print([each for each in findings if each.grade != "ok" or not arguments.brief])
         if pairs:
-            from zero2all.cli.table import print_table
-
             print_table(pair_rows(pairs), "between the machines")
         tell(
             f"errors: {counts['error']}, warnings: {counts['warning']}, notes: {counts['note']}; {counts['ok']} of "
@@ -84,7 +84,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(arguments: argparse.Namespace) -> int:
-    from zero2all.common.secret import given_secret, shared_secret
     from zero2all.measure.doctor.network import listen
 
     host, _, port = arguments.listen.rpartition(":")
@@ -107,7 +106,6 @@ def _listen(arguments: argparse.Namespace) -> int:
 
 
 def _secret(path: Path | None) -> bytes:
-    from zero2all.common.secret import given_secret
 
     if (secret := given_secret(path)) is None:
         raise UsageError(

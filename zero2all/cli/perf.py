@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli import perf_calculators, perf_predict
+from zero2all.cli.table import print_table
 from zero2all.cli.verb import TYPES, amount, count, duration, group, share, verb, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
@@ -72,7 +73,6 @@ share(
     z2a perf ops z2all-1b
     """)
 def _ops(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.measure.operators import context_here, describe, list_cells, listed_operators
 
     config = None
@@ -103,7 +103,6 @@ def _ops(arguments: argparse.Namespace) -> None:
     z2a perf profile quickstart --batch 16x128x1 --json -
     """)
 def _profile(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.common.files import write_json
     from zero2all.measure.profile import TRACE_NAME, as_json, profile_config, tables_of, title_of
     from zero2all.predict.batch import load_measured_config, parse_batch
@@ -134,7 +133,6 @@ def _profile(arguments: argparse.Namespace) -> None:
     z2a perf shapes --gpu h100 --matmul 8192,14336,4096
     """)
 def _shapes(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.estimate.shapes import RULES
 
     if arguments.matmul is not None:

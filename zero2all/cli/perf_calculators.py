@@ -9,8 +9,10 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.table import print_table
 from zero2all.cli.verb import AMOUNT, COUNT, TAKES_FIELDS, TIME, amount, count, duration, verb, write_json_result
 from zero2all.common.language import translate as t
+from zero2all.common.schema import MISSING, Problem
 
 if TYPE_CHECKING:
     from zero2all.common.schema import Problem
@@ -203,7 +205,6 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
 
 def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Problem]) -> dict[str, Any]:
     """The flags that were given, in their types."""
-    from zero2all.common.schema import Problem
 
     values = {}
     for flag in flags:
@@ -223,7 +224,6 @@ def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Proble
 
 def _model(arguments: argparse.Namespace, values: dict[str, Any], problems: list[Problem]) -> Counted | None:
     """The model that was named, or what is known of it."""
-    from zero2all.common.schema import MISSING, Problem
     from zero2all.estimate.parameters import KNOWN_MODELS, counted_by_total
 
     given = [flag for flag in SHAPE if flag != "seq-len" and getattr(arguments, flag.replace("-", "_")) is not None]
@@ -282,7 +282,6 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
 
 def show(answer: CalculatorAnswer) -> None:
     """Print an answer."""
-    from zero2all.cli.table import print_table
 
     print_table(answer.rows(), answer.title)
     for line in (answer.convention, *answer.notes):

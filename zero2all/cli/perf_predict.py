@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import open_run
+from zero2all.cli.table import print_table
 from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import share, verb, write_json_result
 from zero2all.common.errors import UsageError
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     z2a perf explain my-run
     """)
 def _explain(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.measure.explain import as_json, explain
     from zero2all.measure.run_record import read_record
 
@@ -131,7 +131,6 @@ def _card(arguments: argparse.Namespace) -> Card | None:
 
 
 def _print(report: MemoryReport) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.predict.memory_report import changes_table, parts_table, phases_table, verdict
 
     settings = report.settings
@@ -175,7 +174,6 @@ def _print(report: MemoryReport) -> None:
     z2a train planned.yaml
     """)
 def _plan(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.predict.batch import load_measured_config
     from zero2all.predict.layout_search import config_of, plan_cells, plan_json, plan_layouts
     from zero2all.predict.models import load_model_config, precision_notes
@@ -289,7 +287,6 @@ share(
     z2a perf calibrate z2all-1b z2all-moe --seconds 240
     """)
 def _calibrate(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.measure.calibrate import calibrate, default_config
     from zero2all.predict.batch import check_batch, load_measured_config, own_batch, parse_batch
 
@@ -372,7 +369,6 @@ def _predict(arguments: argparse.Namespace) -> None:
     if arguments.verify:
         _verify(arguments)
         return
-    from zero2all.cli.table import print_table
     from zero2all.measure.verify import PredictionTarget, prediction_for
     from zero2all.predict.batch import load_measured_config, parse_batch
     from zero2all.predict.models import precision_notes
@@ -455,7 +451,6 @@ def _prediction_notes(found: Prediction) -> list[str]:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.measure.verify import PredictionTarget, ShortRun, comparison, machine_line, verify
     from zero2all.predict.batch import load_measured_config, own_batch, parse_batch
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.table import print_table
 from zero2all.cli.verb import SHARED, WORK_FLAG, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
@@ -179,7 +180,6 @@ def _runs(arguments: argparse.Namespace) -> None:
     if not runs:
         tell(f"There are no runs in {folder}. `z2a train CONFIG` starts one.")
         return
-    from zero2all.cli.table import print_table
 
     rows = [["run", "state", "step", "of", "training loss", "held-out loss", "size", "updated"]]
     for run, size in runs:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zero2all.cli.table import print_table
 from zero2all.cli.terminal import has_colour
 from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
@@ -224,7 +225,6 @@ def _extend(arguments: argparse.Namespace) -> None:
     z2a tokenizer eval --work my-workspace --against qwen/ tiktoken:o200k_base --json eval.json
     """)
 def _eval(arguments: argparse.Namespace) -> None:
-    from zero2all.cli.table import print_table
     from zero2all.common.files import write_json
     from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
     from zero2all.tokenizer.lab.evaluation_report import evaluation_tables

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.parser import Parser
+from zero2all.cli.table import print_table
 from zero2all.cli.verb import add_declared, verb, workspace_of
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
@@ -218,7 +219,6 @@ def _check_layout(config: RunConfig, known: str) -> None:
 def _plan(arguments: argparse.Namespace, config: RunConfig) -> int:
     import json
 
-    from zero2all.cli.table import print_table
     from zero2all.common.workspace import Workspace
     from zero2all.estimate.gpus import named_card
     from zero2all.train.plan import (

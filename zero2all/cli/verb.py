@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from zero2all.cli.parser import VERB, Parser
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import scaled
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -353,7 +354,6 @@ SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 def duration(text: str) -> float:
     """A type for add_argument: a time in seconds, also as 10m, 3h or 54d."""
-    from zero2all.common.progress import scaled
 
     with suppress(ValueError):
         if 0 <= (value := scaled(text, SECONDS)) <= LONGEST_SECONDS:
@@ -363,7 +363,6 @@ def duration(text: str) -> float:
 
 def amount(text: str) -> float:
     """A type for add_argument: tokens/s, FLOPs and the like, also as 1.5T."""
-    from zero2all.common.progress import scaled
 
     with suppress(ValueError):
         if (value := scaled(text.upper())) > 0:
@@ -373,7 +372,6 @@ def amount(text: str) -> float:
 
 def count(text: str) -> int:
     """A type for add_argument: tokens, parameters and other things that are many, also as 7.5B."""
-    from zero2all.common.progress import scaled
 
     with suppress(ValueError):
         value = round(scaled(text.upper()), 6)
