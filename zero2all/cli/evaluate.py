@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from zero2all.evals.options import EvalOptions
     from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
+    from zero2all.infer.load import LoadedModel
+    from zero2all.parallel.world import World
 
 share(
     """
@@ -132,21 +134,34 @@ def _checked_options(
     | --step N|best:step           checkpoint to use: its step, or best: the one with the lowest held-out loss (default:
         the newest)
     | --all-steps                  evaluate every checkpoint that was not yet evaluated with these settings
+    --parallel.tensor/tensor --parallel.pipeline/pipeline
     QUESTIONS
 
     z2a eval run my-run --work my-workspace --all-steps
     """)
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> int | None:
     workspace = workspace_of(arguments)
     options = _checked_options(arguments, workspace, arguments.step)
     if arguments.all_steps:
+        if arguments.tensor * arguments.pipeline > 1:
+            raise UsageError("--all-steps judges on one device. Leave --parallel.tensor and --parallel.pipeline out.")
         _run_all(arguments, workspace, options)
-        return
+        return None
 
+    from zero2all.cli.generate import over_ranks
+    from zero2all.infer.load import load_model, load_run
+
+    def load(world: World | None) -> LoadedModel:
+        if world is None:
+            return load_run(workspace, arguments.run, arguments.step)
+        return load_model(arguments.run, workspace, arguments.step, world.device, "float32", world)
+
+    return over_ranks(arguments, load, lambda world: _judge(arguments, workspace, load(world), options))
+
+
+def _judge(arguments: argparse.Namespace, workspace: Workspace, loaded: LoadedModel, options: EvalOptions) -> None:
     from zero2all.evals.report import evaluate_run, report_lines
-    from zero2all.infer.load import load_run
 
-    loaded = load_run(workspace, arguments.run, arguments.step)
     report = evaluate_run(loaded, workspace, options)
     print("\n".join([*report_lines(report), *_overview(workspace.run(arguments.run))]))
     _name_unread(options)
@@ -222,7 +237,7 @@ def _watch(arguments: argparse.Namespace) -> None:
     options = _checked_options(arguments, workspace, None, is_coming=True)
     os.nice(arguments.niceness)
 
-    from zero2all.evals.scores import read_reports
+    from zero2all.evals.signal import read_reports
 
     watcher = _watcher(arguments.run, workspace, options, arguments.device)
     watcher.poll_seconds = arguments.poll_seconds

@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import verb, workspace_of, workspaces_below
-from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, progress, say, tell, terminal_safe
 
@@ -48,7 +49,7 @@ SHORTEST_TOKEN = 16
     z2a generate my-run --work my-workspace --prompts questions.jsonl --out answers.jsonl
     """)
 def _generate(arguments: argparse.Namespace) -> int | None:
-    return over_ranks(arguments, lambda world: _write(arguments, world))
+    return over_ranks(arguments, partial(_load, arguments), partial(_write, arguments))
 
 
 def _write(arguments: argparse.Namespace, world: World | None) -> int | None:
@@ -258,7 +259,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     z2a serve path/to/huggingface-folder --port 8000
     """)
 def _serve(arguments: argparse.Namespace) -> int | None:
-    return over_ranks(arguments, lambda world: _serve_here(arguments, world))
+    return over_ranks(arguments, partial(_load, arguments), partial(_serve_here, arguments))
 
 
 def _serve_here(arguments: argparse.Namespace, world: World | None) -> None:
@@ -323,7 +324,11 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
     )
 
 
-def over_ranks(arguments: argparse.Namespace, command: Callable[[World | None], int | None]) -> int | None:
+def over_ranks(
+    arguments: argparse.Namespace,
+    load: Callable[[World | None], LoadedModel],
+    command: Callable[[World | None], int | None],
+) -> int | None:
     """A command in this process; or, where the model is spread, in rank 0 of several, which the others follow."""
     count = arguments.tensor * arguments.pipeline
     if count == 1:
@@ -331,7 +336,7 @@ def over_ranks(arguments: argparse.Namespace, command: Callable[[World | None], 
     from zero2all.parallel.config import ParallelConfig
     from zero2all.parallel.launch import local_processes, run_processes
 
-    asked = arguments.device or "auto"
+    asked = getattr(arguments, "device", None) or "auto"
     device: Any = asked if asked in ("auto", "cpu", "cuda") else "cuda"
     if "LOCAL_RANK" not in os.environ:
         return run_processes(local_processes(ParallelConfig(processes=count, device=device)), arguments.command_line)
@@ -345,7 +350,10 @@ def over_ranks(arguments: argparse.Namespace, command: Callable[[World | None], 
     set_cpu_threads(None, None)
     with join_world(pick_device(device, "--device"), config) as world:
         if not world.is_first:
-            follow(_load(arguments, world))
+            try:
+                follow(load(world))
+            except UserError as error:  # rank 0 says it
+                raise for_all_ranks(error) from error
             return None
         code = command(world)
         world.broadcast(None)

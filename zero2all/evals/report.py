@@ -24,6 +24,7 @@ from zero2all.evals.suites import SUITES, VERSION, SuiteQuestions, ask_task, mea
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
+from zero2all.infer.spread import make_engine
 from zero2all.packed.remote import packed_root
 from zero2all.track.writer import MetricsWriter
 from zero2all.train.validate import Scores, all_rows, held_out_in_words, open_valid_splits, valid_sources
@@ -50,7 +51,7 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     pairs = [] if options.pairs is None else read_pairs(options.pairs)
     tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
     windows = Windows(loaded.window, options.stride)
-    engine = Engine(loaded)
+    engine = make_engine(loaded)
     report["held_out"], report["documents"] = {}, {}
     if options.held_out:
         report["documents"] = held_out_bits_per_byte(engine, windows, workspace.corpus, options.max_bytes)
@@ -61,7 +62,7 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
             if channel in report["documents"]:
                 values["gzip_bits_per_byte"] = report["documents"][channel]["gzip_bits_per_byte"]
     if options.held_out and options.int8:
-        narrow = Engine(loaded, EngineSettings(int8=True))
+        narrow = make_engine(loaded, EngineSettings(int8=True))
         found = held_out_bits_per_byte(narrow, windows, workspace.corpus, options.max_bytes)
         for channel, values in found.items():
             report["documents"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
@@ -91,8 +92,9 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
 
 
 def _held_out(loaded: LoadedModel, workspace: Workspace) -> Scores:
-    """The held-out loss of this checkpoint by channel; nothing where its packed data are gone."""
-    if loaded.config is None:
+    """The held-out loss of this checkpoint by channel; nothing where its packed data are gone, or for a model that is
+    spread, which scores documents only."""
+    if loaded.config is None or loaded.world is not None:
         return {}
     try:
         packed = packed_root(workspace.packed, loaded.config.data)

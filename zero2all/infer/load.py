@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.memory import available_memory
 from zero2all.common.peers import Peers
 from zero2all.common.workspace import STAMP_NAME, Workspace, is_folder_name, open_workspace, refuse_workspace
 from zero2all.config import RunConfig
@@ -200,6 +201,7 @@ def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype
         checkpoint = read_checkpoint(folder)
         check_bytes(checkpoint, (INDEX_NAME, STATE_NAME))
         filled.clear()  # a damaged one is given up before memory is taken for the next
+        _require_room(run.name, _at(checkpoint, config).model, device, dtype)
         lora = config.finetune.lora
         wide = torch.float32 if lora.rank else dtype  # W + scale B A is rounded once
         model = empty_model(_at(checkpoint, config).model, READY_OPS, device, wide)
@@ -225,6 +227,19 @@ def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype
         return _loaded_run(run, checkpoint, _at(checkpoint, config), model, tokenizer.result())
 
 
+def _require_room(name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """UsageError where the weights do not fit, with the number of ranks over which they do."""
+    needed = parameter_counts(config)["total"] * dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if needed <= free:
+        return
+    ranks = next((n for n in (2, 4, 8, 16, 32, 64) if config.heads % n == 0 and needed / n < 0.9 * free), None)
+    remedy = f"Spread it over {ranks} GPUs: --parallel.tensor {ranks}." if ranks else "Use a larger machine."
+    raise UsageError(
+        f"{name} needs {needed / 1e6:,.1f} MB for its weights; {device} has {free / 1e6:,.1f} MB. {remedy}"
+    )
+
+
 def _part(run: Path, step: Step, dtype: torch.dtype, world: World) -> LoadedModel:
     """What a rank has of the model of a run, from a checkpoint of any layout."""
     run = run.resolve()
@@ -235,8 +250,8 @@ def _part(run: Path, step: Step, dtype: torch.dtype, world: World) -> LoadedMode
     asked = dataclasses.replace(config, parallel=parallel, ops=OpsConfig(), optim=OptimConfig())
     for problem in (*tensor_problems(asked, mesh.sizes), *pipeline_problems(asked, mesh.sizes)):
         raise UsageError(problem)
-    step = world.gather(chosen_step(run, step))[0]
-    checkpoint = find_newest(run, world, None) if step is None else open_at(run, step, world)
+    at: int | None = world.gather(chosen_step(run, step))[0]
+    checkpoint = find_newest(run, world, None) if at is None else open_at(run, at, world)
     if checkpoint is None:
         require_checkpoint(run, None)
         raise AssertionError("it has none")

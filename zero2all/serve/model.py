@@ -125,9 +125,10 @@ class ServedModel:
 
 
 def _facts(loaded: LoadedModel) -> dict[str, Any]:
-    weight = loaded.model.embedding.weight
+    weight = next(loaded.model.parameters())
     sampling = dataclasses.asdict(Sampling(CHAT_TEMPERATURE)) | {"max_tokens": CHAT_NEW_TOKENS}
-    del sampling["seed"]  # the page takes another one for each answer
+    for name in ("seed", "frequency_penalty", "presence_penalty", "logit_bias"):
+        del sampling[name]  # the page takes another seed for each answer, and offers no such penalties
     tools = [tool.spec for tool in TOOLS.values()]
     try:
         chat_prompt(loaded, [Message("user", "?")], tools=tools)
