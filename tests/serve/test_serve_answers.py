@@ -1,18 +1,24 @@
 """What clients of OpenAI's own library get: texts, streams, choices, log probabilities, usage."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
+import torch
 
 from zero2all.cli.main import build_parser
+from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.engine import Engine
-from zero2all.infer.job import ChosenToken
+from zero2all.infer.job import ChosenToken, Request
 from zero2all.infer.load import LoadedModel
+from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import Piece, TextRequest, stream
 from zero2all.serve.answers import CompletionAnswer
 from zero2all.serve.wire import Call
+
+from .conftest import ROWS
 
 PROMPT = "The capital of France"
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -80,6 +86,24 @@ def test_other_samplings_than_openais_can_be_asked_for(client, greedy):
     assert complete(client, temperature=1, extra_body={"min_p": 1.0}).choices[0].text == greedy
     assert complete(client, temperature=1, top_p=1e-6).choices[0].text == greedy
     assert complete(client, extra_body={"repetition_penalty": 5.0}).choices[0].text != greedy
+
+
+def test_bias_and_penalties_change_their_own_answers_only(client, loaded: LoadedModel, greedy):
+    (often,) = loaded.tokenizer.ids_of_bytes(b"a")
+    (choice,) = complete(client, logit_bias={str(often): 100}).choices
+    assert choice.text == "a" * 24
+    (choice,) = complete(client, logit_bias={str(often): 100}, frequency_penalty=2.0, max_tokens=200).choices
+    assert 24 < choice.text.count("a") < 200, "each time that it is written, it becomes less likely"
+    engine, sampling = Engine(loaded), Sampling(frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((7, 3.0),))
+    job, logits = engine.submit(Request([1], 5, sampling)), torch.zeros(ROWS)
+    engine._counts[job.number] = torch.zeros(ROWS).index_fill(0, torch.tensor([5]), 2.0)
+    engine._adjust(logits, job)
+    assert {place: logits[place].item() for place in logits.nonzero().flatten().tolist()} == {5: -1.25, 7: 3.0}
+    both = complete(client, [PROMPT, PROMPT], temperature=1, seed=5).choices[1].text
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(complete, client, temperature=1, seed=8, frequency_penalty=1.5, max_tokens=60)
+        assert pool.submit(complete, client, temperature=1, seed=5).result().choices[0].text == both
+    assert len(other.result().choices[0].text) > 0
 
 
 def test_a_chat_is_answered_by_the_assistant(client):
@@ -161,6 +185,48 @@ def test_log_probabilities_in_the_form_of_completions(client, greedy):
     for place in after_whole:
         assert greedy[logprobs.text_offset[place] :].startswith(logprobs.tokens[place])
     assert complete(client, logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+def test_echo_with_logprobs_scores_prompts_as_our_evals_do(client, loaded: LoadedModel):
+    prompt, continuation = "The capital of France is", " Paris. 中国"
+    before, whole = (loaded.tokenizer.encode_text(text) for text in (prompt, prompt + continuation))
+    assert whole[: len(before)] == before, "no token spans the border"
+    ((scored,),) = score_questions(Engine(loaded), [Question(prompt, (continuation,))])
+    ids = [loaded.tokenizer.begin_id, *whole]
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 0}
+    by_ids, short = complete(client, [ids, ids[:3]], **fields).choices
+    (by_text,) = complete(client, prompt + continuation, **fields).choices
+    for choice in (by_ids, by_text):
+        found = choice.logprobs
+        assert (choice.text, choice.finish_reason) == (prompt + continuation, "length")
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(ids)
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        assert sum(found.token_logprobs[1 + len(before) :]) == pytest.approx(scored.logprob, abs=1e-4)
+        assert found.text_offset[:2] == [0, 0]
+        assert found.text_offset[1 + len(before)] == len(prompt)
+    assert len(short.logprobs.tokens) == 3
+
+
+def test_lm_eval_reads_what_it_needs_from_echo_with_logprobs(client, loaded: LoadedModel):
+    """Its client drops one written token, and takes a continuation for greedy where each is the likeliest."""
+    prompt = [loaded.tokenizer.begin_id, *loaded.tokenizer.encode_text(PROMPT)]
+    (job,) = Engine(loaded).run([Request(prompt, 8)])
+    likely = [*prompt, *job.new_ids]
+    (scores,) = Engine(loaded).score([likely], [len(prompt)])
+    (choice,) = complete(client, [likely], echo=True, logprobs=1, max_tokens=1).choices
+    found = choice.logprobs
+    assert len(found.token_logprobs) == len(likely) + 1
+    assert choice.text.startswith(loaded.tokenizer.decode(likely))
+    pairs = zip(found.token_logprobs[len(prompt) : -1], found.top_logprobs[len(prompt) : -1], strict=True)
+    assert [own == max(top.values()) for own, top in pairs] == [rank == 0 for rank in scores.ranks]
+    assert 0 in scores.ranks
+    end = loaded.tokenizer.end_id
+    (choice,) = complete(
+        client, [likely[:4]], echo=True, logprobs=0, extra_body={"logit_bias": {str(end): 100}}
+    ).choices
+    assert (len(choice.logprobs.tokens), choice.finish_reason) == (5, "stop"), "the end is a written token too"
+    chunks = list(complete(client, [likely], echo=True, logprobs=1, stream=True, max_tokens=4))
+    assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks) == len(likely) + 4
 
 
 def test_offsets_count_characters_that_broken_bytes_become(loaded: LoadedModel):

@@ -8,12 +8,14 @@ score       what a model says of the tokens of many texts: what they begin with 
 cuda        decoding passes on a GPU: our kernels, as CUDA graphs
 sampling    how the next token is chosen
 engine      continuous batching: requests come and go while others run
+grammar     answers that follow a JSON schema, a regular expression or a grammar; llguidance in a process of its own
 boundary    prompts that end in the middle of a token
 text        prompts and tokens as text: streaming, stop strings
 service     the engine in a thread of its own
 chat        a conversation as a prompt: by a template, as its text asks, or as plain text
 tools       thoughts and calls in an answer; the calculator that it may call
 prompts     prompts from a file, each with its settings
+spread      a model over several ranks: parts of passes, and engines that do the same
 batch       many prompts as one batch, their results on disk, over kills
 conversation, talk   a conversation as it grows, and the terminal it is held in
 """

@@ -27,6 +27,7 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import MOST_PROMPT_ROWS, CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
+from zero2all.infer.grammar import GrammarError, Grammars
 from zero2all.infer.job import ChosenToken, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
@@ -118,6 +119,8 @@ class Engine:
         self._launched: _Launched | None = None
         self._changes = 0  # how often a job came or went
         self._seen: dict[int, Tensor] = {}  # of sequences with a repetition penalty: which ids occur (V,)
+        self._counts: dict[int, Tensor] = {}  # of those with other penalties: how often each id was written (V,)
+        self.grammars = Grammars(self.vocabulary, self.tokenizer.end_ids)
         self._picker: tuple[list[Job], Picker] | None = None
         self._count = 0
 
@@ -171,6 +174,8 @@ class Engine:
         self.waiting.clear()
         self.running.clear()
         self._seen.clear()
+        self._counts.clear()
+        self.grammars.close()
         self._launched = self._picker = None
         self.pool = BlockPool(self.pool.total + 1)
 
@@ -249,6 +254,9 @@ class Engine:
         wrong = next((number for number in request.ids if not 0 <= number < vocabulary), None)
         if wrong is not None:
             raise UsageError(f"The prompt has the token id {wrong}; this model has the ids 0 to {vocabulary - 1}.")
+        wrong = next((number for number, _ in request.sampling.logit_bias if not 0 <= number < vocabulary), None)
+        if wrong is not None:
+            raise UsageError(f"logit_bias has the token id {wrong}; this model has the ids 0 to {vocabulary - 1}.")
         if request.alternatives is not None and not 0 <= request.alternatives <= MOST_ALTERNATIVES:
             raise UsageError(f"{request.alternatives} alternatives were asked for; there are 0 to {MOST_ALTERNATIVES}.")
         if request.score_from is not None and request.score_from < 1:
@@ -408,7 +416,7 @@ class Engine:
         end with the token to come, and all have room."""
         return (
             self._writers() == last.rows
-            and not any(row.rest for row in last.rows)
+            and not any(row.rest or row.request.grammar for row in last.rows)
             and all(len(row.ids) + 1 < self.max_len for row in last.rows)
             and all(len(row.new_ids) + 1 < row.request.max_new_tokens for row in last.rows)
             and sum(_blocks_lacking(row, 1) for row in last.rows) <= self.pool.free
@@ -531,6 +539,7 @@ class Engine:
         if any(row.number in self._seen for row in rows):
             logits = self._penalise(logits, rows)
         for number, row in enumerate(rows):
+            self._adjust(logits[number], row)
             if row.rest:
                 tail = b"".join(self.vocabulary.pieces[token] for token in row.rest)
                 allowed = torch.tensor([row.rest[0], *self.vocabulary.starting_with(tail)], device=logits.device)
@@ -541,6 +550,8 @@ class Engine:
         for number, row in enumerate(rows):
             if row.number in self._seen:
                 self._seen[row.number].scatter_(0, tokens[number : number + 1], True)
+            if row.number in self._counts and not row.rest:
+                self._counts[row.number].index_add_(0, tokens[number : number + 1], logits.new_ones(1))
         if not asked:
             return tokens, None
         logprobs = plain.log_softmax(dim=-1)
@@ -552,6 +563,25 @@ class Engine:
         seen = torch.stack([self._seen.get(row.number, nothing) for row in rows])
         penalties = [row.request.sampling.repetition_penalty for row in rows]
         return penalised(logits, seen, torch.tensor(penalties, device=logits.device).unsqueeze(1))
+
+    def _adjust(self, logits: Tensor, row: Job) -> None:
+        """Bias, penalties for what was written, and the grammar of a row: its logits (V,) are changed in place."""
+        sampling = row.request.sampling
+        if sampling.logit_bias:
+            ids, biases = zip(*sampling.logit_bias, strict=True)
+            logits[self._tensor(ids)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        if sampling.counts_tokens:
+            if row.number not in self._counts:
+                self._counts[row.number] = torch.zeros_like(logits)
+            counts = self._counts[row.number]
+            logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        if row.request.grammar is not None:
+            try:
+                allowed = self.grammars.allowed(row.number, row.request.grammar, row.new_ids, row.request.end_ids)
+            except GrammarError as error:
+                row.error = str(error)  # its next token is not taken
+            else:
+                logits.masked_fill_(~allowed.to(logits.device), -torch.inf)
 
     def _picker_of(self, rows: list[Job]) -> Picker:
         if self._picker is None or self._picker[0] != rows:
@@ -568,6 +598,9 @@ class Engine:
             if row.finish is not None:
                 continue
             grown.append(row)
+            if row.error:
+                self._end(row, "grammar")
+                continue
             if token in ends or token in row.request.end_ids:
                 if numbers:
                     row.ending = ChosenToken(token, numbers[0][number])
@@ -595,6 +628,8 @@ class Engine:
         job.finish, job.ended = finish, time.perf_counter()
         self._changes += 1
         self._seen.pop(job.number, None)
+        self._counts.pop(job.number, None)
+        self.grammars.forget(job.number)
         if job in self.running:
             self.running.remove(job)
             self.pool.release(job.blocks)
@@ -616,7 +651,7 @@ def _copied_to_host(tensor: Tensor) -> Tensor:
 def _takes_the_likeliest(job: Job) -> bool:
     """Whether nothing but the logits decides about its next token, and nothing else is asked about it."""
     request, sampling = job.request, job.request.sampling
-    is_plain = sampling.is_greedy and sampling.repetition_penalty == 1
+    is_plain = sampling.is_greedy and not sampling.changes_logits and request.grammar is None
     return is_plain and request.alternatives is None and not request.end_ids and not job.rest
 
 

@@ -24,6 +24,8 @@ class Request:
     """Log probabilities of ids[score_from:] too; at least 1."""
     end_ids: frozenset[int] = frozenset()
     """Ids that end the text, beside those of the tokenizer."""
+    grammar: tuple[str, str] | None = None
+    """Its kind and text, which the new tokens follow (see `grammar`)."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -74,6 +76,8 @@ class Job:
     scored: list[ChosenToken] = field(default_factory=list)
     """The scored tokens with the likeliest ones at their places, where alternatives were asked for."""
     finish: str | None = None
+    error: str = ""
+    """Why its grammar could not be followed any further."""
     blocks: list[int] = field(default_factory=list)
     done: int = 0
     """Tokens whose keys and values stand in the cache."""

@@ -127,6 +127,7 @@ class Service:
             self._is_closed = True
             self._orders.put(None)
         self._thread.join()
+        self.engine.grammars.close()
 
     # In the engine's thread ------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class TextRequest:
     """Log probabilities of each token and of this many likeliest ones; None: not computed."""
     end_ids: tuple[int, ...] = ()
     """Ids that end the answer, beside the tokenizer's own."""
+    grammar: tuple[str, str] | None = None
+    """What the answer follows: json, regex or gbnf, and its text (see `grammar`)."""
     score_prompt: bool = False
     """With `logprobs`: those of the prompt too, and of the token that ends the answer. Then nothing need be written."""
 
@@ -59,7 +61,8 @@ class Piece:
     """One for each token, where log probabilities were asked for; before them those of the prompt, the first without
     one (NaN), and after them the end, where the prompt is scored."""
     finish: str | None = None
-    """In the last piece: stop (the model ended the text, or a stop string came), length, cancelled or error."""
+    """In the last piece: stop (the model ended the text, or a stop string came), length, cancelled, error, or grammar
+    (it became too large to be followed)."""
     error: str = ""
     usage: Usage | None = None
     """In the last piece."""
@@ -103,7 +106,7 @@ class TextJob:
             begin = [] if self._has_begun else [ChosenToken(job.request.ids[0], math.nan), *job.scored]
             choices = [*begin, *choices, *([job.ending] if self.is_done and job.ending else [])]
             self._has_begun = True
-        return Piece(text, tuple(job.new_ids[first:end]), tuple(choices), finish, "", usage)
+        return Piece(text, tuple(job.new_ids[first:end]), tuple(choices), finish, job.error, usage)
 
     def _usage(self, new_tokens: int) -> Usage:
         job, prompt = self.job, self.job.request.prompt_tokens
@@ -154,7 +157,7 @@ def engine_request(engine: Engine, request: TextRequest) -> Request:
         ids = request.prompt
     elif (least := engine.tokenizer.fewest_tokens(request.prompt)) >= engine.max_len:
         raise engine.too_long(f"at least {least:,}")  # now: to encode megabytes takes seconds
-    elif request.heal and not request.score_prompt:
+    elif request.heal and not request.score_prompt and request.grammar is None:
         healed = heal(request.prompt, engine.tokenizer, engine.vocabulary)
         ids, given_back = healed.ids, healed.given_back
     else:
@@ -165,9 +168,12 @@ def engine_request(engine: Engine, request: TextRequest) -> Request:
         raise UsageError(f"max_new_tokens is {most}; it must be at least 1.")
     start = 1 if request.score_prompt else None
     prepared = Request(
-        ids, min(most, room), request.sampling, given_back, request.logprobs, start, frozenset(request.end_ids)
-    )
+        ids, min(most, room), request.sampling, given_back, request.logprobs, start, frozenset(request.end_ids),
+        request.grammar,
+    )  # fmt: skip
     engine.check(prepared)
+    if request.grammar is not None:
+        engine.grammars.check(request.grammar)
     return prepared
 
 

@@ -6,6 +6,7 @@ import asyncio
 import codecs
 import contextlib
 import dataclasses
+import math
 import secrets
 import time
 from collections import deque
@@ -117,14 +118,17 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
         tokens = [self._spelled(choice.id) for choice in piece.choices]
-        offsets = [self._offset(index, self.bytes_of(each.id)[each.bytes_before :]) for each in piece.choices]
+        written = [b"" if each.id in self.tokenizer.control_ids else self.bytes_of(each.id) for each in piece.choices]
+        offsets = [
+            self._offset(index, raw[each.bytes_before :]) for raw, each in zip(written, piece.choices, strict=True)
+        ]
         top = [
-            {self._spelled(token): logprob for token, logprob in reversed(choice.alternatives)}
+            {self._spelled(token): logprob for token, logprob in reversed(choice.alternatives)} or None
             for choice in piece.choices
         ]
         return {
             "tokens": tokens,
-            "token_logprobs": [choice.logprob for choice in piece.choices],
+            "token_logprobs": [None if math.isnan(each.logprob) else each.logprob for each in piece.choices],
             "top_logprobs": top if self.call.requests[index].logprobs else None,
             "text_offset": offsets,
         }

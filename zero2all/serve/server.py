@@ -151,6 +151,7 @@ SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css"
 Read = Callable[[Any, LoadedModel, int], Call]
 MAX_BODY_BYTES = 4_000_000
 SMALL_BODY_BYTES = 8_000
+SLOW_WORDS = (b"response_format", b"structured_outputs", b"grammar", b"\\u")  # any word may be hidden in escapes
 NO_STORE = {"Cache-Control": "no-store"}
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -239,8 +240,9 @@ class _ModelApi:
             return _Reply(form(call, self.model.name, loaded.tokenizer, generations.prompt_tokens), generations)
 
         try:
-            # Long prompts take a while, and the loop has others to serve.
-            return hand_in() if len(body) < SMALL_BODY_BYTES else await run_in_threadpool(hand_in)
+            # Long prompts and grammars take a while, and the loop has others to serve.
+            is_quick = len(body) < SMALL_BODY_BYTES and not any(word in body for word in SLOW_WORDS)
+            return hand_in() if is_quick else await run_in_threadpool(hand_in)
         except ServiceEndedError:
             raise ending() from None
         except PromptTooLongError as error:
@@ -320,6 +322,8 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _require_success(piece: Piece) -> None:
+    if piece.finish == "grammar":
+        raise RefusedError(400, piece.error, code="grammar_error")
     if piece.finish == "error":
         raise RefusedError(500, piece.error, code="engine_error")
 

@@ -34,6 +34,7 @@ LARGEST_INT = (1 << 63) - 1
 MAX_STOPS = 8  # a chat adds its own, and the engine takes 16
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 300
 
 
 def text(value: Any) -> str:
@@ -137,6 +138,46 @@ def prompts(value: Any) -> list[str | list[int]]:
     return several
 
 
+def biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Token ids, which are names in JSON, and what is added to their logits."""
+    read = number(-100, 100)
+    if (
+        not isinstance(value, dict)
+        or len(value) > MAX_BIASES
+        or not all(re.fullmatch(r"[0-9]{1,9}", each) for each in value)
+    ):
+        raise ValueError(f'an object with at most {MAX_BIASES} token ids, such as {{"50": -100}}')
+    return tuple((int(name), read(each)) for name, each in value.items())
+
+
+def response_format(value: Any) -> tuple[str, str] | None:
+    """The grammar of JSON that an answer has to be."""
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", **more} if not set(more) - {"schema"} and isinstance(more.get("schema", {}), dict):
+            return _json_grammar(more.get("schema", {"type": "object"}))
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return _json_grammar(schema)
+    raise ValueError('{"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": "…", "schema": {…}}}')
+
+
+def structure(value: Any) -> tuple[str, str]:
+    """The grammar of an answer, as vLLM has it."""
+    match value:
+        case {"regex": str(text)} if len(value) == 1:
+            return "regex", text
+        case {"grammar": str(text)} if len(value) == 1:
+            return "gbnf", text
+        case {"json": dict(schema)} if len(value) == 1:
+            return _json_grammar(schema)
+    raise ValueError('one of {"regex": "[0-9]+"}, {"json": {…}} and {"grammar": "root ::= …"}')
+
+
+def _json_grammar(schema: Any) -> tuple[str, str]:
+    return "json", jsonio.dumps_line(schema).decode()
+
+
 SHARED: dict[str, Reader] = {
     "model": text,
     "max_tokens": whole(1),
@@ -145,6 +186,12 @@ SHARED: dict[str, Reader] = {
     "top_k": whole(-1),
     "min_p": number(0, 1),
     "repetition_penalty": number(0, 10, above=True),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "logit_bias": biases,
+    "response_format": response_format,
+    "structured_outputs": structure,
+    "grammar": lambda value: ("gbnf", text(value)),
     "seed": whole(-LARGEST_INT),
     "stop": stops,
     "n": whole(1, MAX_CHOICES),
@@ -155,13 +202,9 @@ SHARED: dict[str, Reader] = {
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -238,7 +281,15 @@ class RefusedError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-COMPLETION_FIELDS = {**SHARED, "prompt": prompts, "logprobs": whole(0, MAX_TOP_LOGPROBS), "echo": flag}
+COMPLETION_FIELDS = {
+    **SHARED,
+    "max_tokens": whole(0),
+    "prompt": prompts,
+    "logprobs": whole(0, MAX_TOP_LOGPROBS),
+    "echo": flag,
+}
+MAX_SCORED = 1 << 19
+"""Log probabilities of prompts in one answer, alternatives counted: some 50 MB."""
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 SEEDS = 1 << 63
 
@@ -288,15 +339,20 @@ CHAT_FIELDS = {
 def completion_call(body: Any, loaded: LoadedModel, _max_len: int) -> Call:
     """What a body of /v1/completions asks for."""
     fields = read_fields(body, COMPLETION_FIELDS, "prompt")
-    if fields.get("echo") and "logprobs" in fields:
+    texts: list[str | list[int]] = fields["prompt"]
+    limit, logprobs = fields.get("max_tokens", DEFAULT_COMPLETION_TOKENS), fields.get("logprobs")
+    scores, entries = bool(fields.get("echo")) and logprobs is not None, 1 + (logprobs or 0)
+    if not limit and not scores:
+        raise RefusedError(400, "max_tokens is 0: that needs echo: true and logprobs beside it.", "max_tokens")
+    if scores and (count := sum(map(len, texts)) * fields.get("n", 1) * entries) > MAX_SCORED:
         raise RefusedError(
             400,
-            "echo with logprobs would need those of the prompt, which are not kept. Ask for one of the two.",
+            f"echo with logprobs: up to {count:,} log probabilities of prompts; one answer has at most {MAX_SCORED:,}. "
+            f"Send fewer prompts at a time.",
             "echo",
         )
-    texts: list[str | list[int]] = fields["prompt"]
-    limit = fields.get("max_tokens", DEFAULT_COMPLETION_TOKENS)
-    base = [TextRequest(each, limit, stop=fields.get("stop", ()), logprobs=fields.get("logprobs")) for each in texts]
+    usual = TextRequest("", limit, stop=fields.get("stop", ()), logprobs=logprobs, score_prompt=scores)
+    base = [dataclasses.replace(usual, prompt=each) for each in texts]
     echoes = [_spelled(each, loaded) for each in texts] if fields.get("echo") else []
     return _call(fields, base, echoes)
 
@@ -355,6 +411,10 @@ def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[
         )
     if "stream_options" in fields and not is_stream:
         raise RefusedError(400, "stream_options needs stream: true beside it.", "stream_options")
+    grammars = [fields[name] for name in ("response_format", "structured_outputs", "grammar") if fields.get(name)]
+    if len(grammars) > 1:
+        raise RefusedError(400, "response_format, structured_outputs and grammar: give one of them.", "grammar")
+    base = [dataclasses.replace(each, grammar=grammars[0]) for each in base] if grammars else base
     include_usage, running_usage = fields.get("stream_options", (False, False))
     seed = fields.get("seed", secrets.randbelow(SEEDS))  # who names none wants another answer each time
     samplings = [_sampling(fields, (seed + place) % SEEDS) for place in range(n)]
@@ -378,6 +438,9 @@ def _sampling(fields: dict[str, Any], seed: int) -> Sampling:
         min_p=fields.get("min_p", 0.0),
         repetition_penalty=fields.get("repetition_penalty", 1.0),
         seed=seed,
+        frequency_penalty=fields.get("frequency_penalty", 0.0),
+        presence_penalty=fields.get("presence_penalty", 0.0),
+        logit_bias=fields.get("logit_bias", ()),
     )
 
 
