@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "serve": ("infer", "tokenizer", "track.access", "track.http_server"),
     "exchange": ("model", "tokenizer", "train", "infer.load", "config"),
+    "gguf": ("model", "tokenizer", "infer.load", "exchange"),
     "finetune": (
         *("corpus", "packed", "tokenizer", "model", "infer", "evals.sandbox", "parallel.parameter_table"),
         *("train", "exchange", "config", "resilience.heartbeat"),
@@ -72,7 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "api": ("config", "track.reader", "train", "infer", "tokenizer", "parallel.launch", "evals.perplexity", "finetune"),
     "cli": (
         *(*STAGES, "estimate", "parallel.job_files", "parallel.launch", "parallel.nodes", "parallel.ssh"),
-        *("predict", "measure", "experiments", "quickstart", "resilience", "serve"),
+        *("predict", "measure", "experiments", "quickstart", "resilience", "serve", "gguf"),
     ),
     "__main__": ("cli", "resilience.warm"),
 }

@@ -131,6 +131,7 @@ def import_folder(
     tokenizer_folder: Path | None = None,
     resize_embeddings: bool = False,
     adapter: Path | None = None,
+    origin: Path | None = None,
 ) -> Imported:
     """Make the run `name` at step 0 from a Hugging Face folder; its folder appears when it is whole.
 
@@ -138,7 +139,8 @@ def import_folder(
     new: it is made once the folder has turned out to be a model, so that a bad one leaves nothing behind. With
     `tokenizer_folder`, the run uses that tokenizer, which must extend the model's own without moving an id;
     `resize_embeddings` gives the model rows for all its ids, padded to a multiple of 64. Weights that are NaN or
-    infinite are refused. `adapter`: a folder of peft's, whose adapters the run has and goes on training.
+    infinite are refused. `adapter`: a folder of peft's, whose adapters the run has and goes on training. `origin`: what
+    the folder was made from.
     """
     if not is_folder_name(name):
         raise UsageError(f"train.name: got {name!r}, expected {FOLDER_NAME_WORDS}. Choose another --name.")
@@ -167,7 +169,7 @@ def import_folder(
         "tokenizer": tokenizer.fingerprint,
         "environment": {},
         "ops": {},
-        "imported_from": str(folder),
+        "imported_from": str(origin or folder),
         "imported_dtype": dtype,
     }
     with staged_folder(run) as partial:

@@ -8,12 +8,18 @@ from zero2all.cli.verb import verb, workspace_of
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import tell
 
+LOADED_BY = {"hf": "transformers.AutoModelForCausalLM", "mlx": "mlx_lm.load", "gguf": "llama.cpp, ollama, LM Studio"}
+
 
 @verb("""
-    export: write a run as a Hugging Face folder
+    export: write a run as a Hugging Face folder, or as one GGUF file
 
     run? --work
-    --out DIR:outdir                   folder to write, new or empty; a run with adapters (LoRA) is merged
+    --to hf|gguf|mlx =hf               hf (default): a Hugging Face folder; mlx: the same, which mlx-lm loads; gguf: one
+        file for llama.cpp, ollama and LM Studio
+    --out PATH:out                     folder to write, new or empty, or the GGUF file; a run with adapters (LoRA) is
+        merged
+    --type/kind f32|f16|bf16|q8_0|q4_0  gguf: type of the matrices (default f16)
     --adapter DIR:outdir               write the adapters of the run alone, as a folder for peft
     --step
     --dtype float32|bfloat16|float16  dtype of the weights (default: that of an imported model, else float32)
@@ -21,16 +27,22 @@ from zero2all.common.progress import tell
         compatible: ordinary added tokens and a chat template, for tools that render chats as text
 
     z2a export my-run --work my-workspace --out my-model-hf
+    z2a export my-run --work my-workspace --to gguf --type q8_0 --out my-model.gguf
     z2a export my-run-sft --work my-workspace --adapter my-adapter
     """)
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.exchange import export_adapter, export_run, require_new
+    from zero2all.gguf import export_gguf
     from zero2all.infer.load import load_run
 
     workspace = workspace_of(arguments)
     if arguments.out is None and arguments.adapter is None:
         raise UsageError("There is nothing to write. Name a folder with --out, for the model, or --adapter.")
-    if arguments.out is not None:
+    if arguments.to == "gguf" and arguments.dtype is not None:
+        raise UsageError("A GGUF file has a --type, not a --dtype.")
+    if arguments.to != "gguf" and arguments.kind is not None:
+        raise UsageError("--type is for --to gguf. The weights of a folder have a --dtype.")
+    if arguments.out is not None and arguments.to != "gguf":
         require_new(arguments.out)
     if arguments.adapter is not None:
         step = export_adapter(workspace.run(arguments.run), arguments.adapter, arguments.step)
@@ -38,14 +50,17 @@ def _export(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         return
     loaded = load_run(workspace, arguments.run, arguments.step)
-    export_run(loaded, workspace.tokenizer, arguments.out, arguments.dtype, arguments.tokenizer_layout)
-    tell(f"{arguments.out}: {loaded.name} at step {loaded.step}, for transformers.AutoModelForCausalLM")
+    if arguments.to == "gguf":
+        export_gguf(loaded, workspace.tokenizer, arguments.out, arguments.kind or "f16")
+    else:
+        export_run(loaded, workspace.tokenizer, arguments.out, arguments.dtype, arguments.tokenizer_layout)
+    tell(f"{arguments.out}: {loaded.name} at step {loaded.step}, for {LOADED_BY[arguments.to]}")
 
 
 @verb("""
-    import: start a run from a Hugging Face folder of a Llama or Qwen model
+    import: start a run from a Hugging Face folder, or the GGUF file, of a Llama or Qwen model
 
-    folder FOLDER:path    the Hugging Face folder, on this machine
+    folder FOLDER:path    the Hugging Face folder, or a .gguf file, on this machine
     --work
     --name! NAME          name of the new run
     --tokenizer DIR:path  use this extension of its tokenizer (made with z2a tokenizer extend)
@@ -57,11 +72,12 @@ def _export(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from zero2all.common.workspace import Workspace
     from zero2all.exchange import import_folder
+    from zero2all.gguf import import_gguf
 
     workspace, tokenizer = Workspace(arguments.work), arguments.tokenizer
-    done = import_folder(
-        arguments.folder, workspace, arguments.name, tokenizer, arguments.resize_embeddings, arguments.adapter
-    )
+    bring = import_gguf if arguments.folder.is_file() else import_folder
+    options = {"resize_embeddings": arguments.resize_embeddings, "adapter": arguments.adapter}
+    done = bring(arguments.folder, workspace, arguments.name, tokenizer_folder=tokenizer, **options)
     if done.resized is not None:
         rows = done.resized
         tell(

@@ -26,7 +26,7 @@ from zero2all.model.config import ModelConfig, RopeScaling
 def rope_tables(config: ModelConfig, seq_len: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """cos and sin of every (position, pair): two float32 tensors of shape (seq_len, D/2). They are computed on the CPU,
     so every device has the same, whatever torch.device is in force."""
-    frequencies, magnitude = _frequencies(config)
+    frequencies, magnitude = rope_frequencies(config)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device="cpu"), frequencies)
     return (angles.cos() * magnitude).to(device), (angles.sin() * magnitude).to(device)
 
@@ -39,7 +39,7 @@ def rope_base(config: ModelConfig) -> float:
     return config.rope_theta * scaling.factor ** (D / (D - 2))
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Rotation per position of each pair, and yarn's factor on cos and sin."""
     D, scaling = config.head_size, config.rope_scaling
     exponents = torch.arange(0, D, 2, dtype=torch.int64, device="cpu").float() / D
