@@ -27,10 +27,8 @@ def model(trained_workspace):
 
 
 def test_to_import_the_package_loads_neither_torch_nor_numpy_nor_the_api():
-    code = "import sys, zero2all; print({'torch', 'numpy', 'zero2all.api'} & set(sys.modules), dir(zero2all))"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said.startswith("set() ")
-    assert all(f"'{name}'" in said for name in zero2all.__all__)
+    code = "import sys, zero2all; print({'torch', 'numpy', 'zero2all.api'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         zero2all.lod  # noqa: B018
 
@@ -73,7 +71,7 @@ def test_a_score_is_that_of_an_evaluation_over_several_windows(model):
         theirs = score_documents(engine, texts, Windows(model.loaded.window, stride))
         for found, wanted in zip(model.score(texts, whole=True, stride=stride), theirs, strict=True):
             assert found.bits_per_byte == pytest.approx(wanted.summary()["bits_per_byte"], rel=1e-6)
-            assert len(found.ids) == len(found.logprobs) == len(found.ranks) == wanted.tokens
+            assert len(found.ids) == len(found.logprobs) == wanted.tokens
     right, wrong = (model.score(f"The capital of France is {city}.").loss for city in ("Paris", "zqxj"))
     assert right < wrong
     assert model.loaded.tokenizer.decode(model.score(texts[1]).ids) == texts[1]

@@ -24,10 +24,6 @@ def __getattr__(name: str) -> Any:
     return getattr(api, name)
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
 def numba_cache(package: Path) -> Path | None:
     """Where numba keeps compiled code if it finds no place by itself: beside the code and in the user's cache folder
     it does. In a container that runs as another user neither may be writable, and importing a kernel fails."""

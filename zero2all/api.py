@@ -5,16 +5,15 @@
     print(model.generate("The capital of France is", max_new_tokens=8))
     print(zero2all.metrics("first", work="my-model")["loss"])
 
-Each function is a few lines over a room, and does what the verb of its name does. Errors that a person can mend are
-`common.errors.UserError`. `import zero2all` loads neither this file nor torch: a name is looked up when it is used.
+Each function does what the verb of its name does. Errors that a person can mend are `common.errors.UserError`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, overload
@@ -42,6 +41,8 @@ from zero2all.train.run import train as train_run
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.trainer import TrainSummary
 
+Stops = Sequence[str]
+
 
 class Draw(TypedDict, total=False):
     """How the next token is chosen: the fields of `infer.sampling.Sampling`, with its defaults."""
@@ -62,8 +63,6 @@ class Score:
     """The tokens of the text."""
     logprobs: list[float]
     """Of each token, given those before it: natural logarithms."""
-    ranks: list[int]
-    """How many tokens are likelier at the place of each."""
     bytes: int
     """Of the text in UTF-8."""
 
@@ -98,22 +97,17 @@ class Model:
         self._engine = Engine(loaded, EngineSettings(int8=int8, owns_model=True))
 
     def __repr__(self) -> str:
-        loaded = self.loaded
-        return f"<Model {loaded.name}: step {loaded.step:,}, {loaded.parameters:,} parameters, {loaded.device}>"
+        return f"<Model {self.loaded.name}: step {self.loaded.step:,}, {self.loaded.parameters:,} parameters>"
 
     @overload
-    def generate(
-        self, prompt: str, max_new_tokens: int = ..., stop: Sequence[str] = ..., **draw: Unpack[Draw]
-    ) -> str: ...
-
+    def generate(self, prompt: str, max_new_tokens: int = ..., stop: Stops = ..., **draw: Unpack[Draw]) -> str: ...
     @overload
     def generate(
-        self, prompt: list[str], max_new_tokens: int = ..., stop: Sequence[str] = ..., **draw: Unpack[Draw]
+        self, prompt: list[str], max_new_tokens: int = ..., stop: Stops = ..., **draw: Unpack[Draw]
     ) -> list[str]: ...
-
     def generate(
-        self, prompt: str | list[str], max_new_tokens: int = 100, stop: Sequence[str] = (), **draw: Unpack[Draw]
-    ) -> str | list[str]:
+        self, prompt: str | list[str], max_new_tokens: int = 100, stop: Stops = (), **draw: Unpack[Draw]
+    ) -> Any:
         """The text that follows `prompt`, without it; of several prompts, run as one batch, a list. Temperature 0, the
         default, takes the likeliest tokens; else each prompt draws with a seed of its own: `seed`, `seed` + 1, …"""
         if isinstance(prompt, str):
@@ -126,16 +120,14 @@ class Model:
         found = {number: text for number, text, _ in complete(self._engine, requests)}
         return [found[number] for number in range(len(requests))]
 
-    def stream(
-        self, prompt: str, max_new_tokens: int = 100, stop: Sequence[str] = (), **draw: Unpack[Draw]
-    ) -> Iterator[str]:
+    def stream(self, prompt: str, max_new_tokens: int = 100, stop: Stops = (), **draw: Unpack[Draw]) -> Iterator[str]:
         """The same text as it is written, in whole characters. Closing the iterator ends it."""
         request = TextRequest(well_formed(prompt), max_new_tokens, Sampling(**draw), tuple(stop))
         yield from (piece.text for piece in stream(self._engine, request) if piece.text)
 
     def chat(
         self, messages: str | Sequence[Mapping[str, str]], max_new_tokens: int = CHAT_NEW_TOKENS,
-        stop: Sequence[str] = (), frame: str = "auto", **draw: Unpack[Draw],
+        stop: Stops = (), frame: str = "auto", **draw: Unpack[Draw],
     ) -> str:  # fmt: skip
         """The answer to a question, or to messages such as {"role": "user", "content": "…"}. The layout is that of
         `z2a chat` (`frame`: auto, template, frame or plain), and so is the temperature: 0.7 unless given. The oldest
@@ -158,10 +150,8 @@ class Model:
 
     @overload
     def score(self, text: str, whole: bool = ..., stride: int = ...) -> Score: ...
-
     @overload
     def score(self, text: list[str], whole: bool = ..., stride: int = ...) -> list[Score]: ...
-
     def score(self, text: str | list[str], whole: bool = False, stride: int = 0) -> Score | list[Score]:
         """How likely a text is, as the beginning of a document; `whole`: as all of it, so that its end counts too, as
         in `z2a eval`. A longer text than the model's window is cut into windows, `stride` tokens apart; 0: they do not
@@ -174,13 +164,12 @@ class Model:
         texts = [well_formed(each) for each in text]
         closing = [tokenizer.end_id] if whole else []
         documents = [[opening_id(tokenizer), *ids, *closing] for ids in tokenizer.encode_batch(texts)]
-        found = [Score(ids[1:], [], [], len(each.encode())) for ids, each in zip(documents, texts, strict=True)]
+        found = [Score(ids[1:], [], len(each.encode())) for ids, each in zip(documents, texts, strict=True)]
         cuts = [(number, *cut) for number, ids in enumerate(documents) for cut in windows.cut(len(ids))]
         rows = [documents[number][first:end] for number, first, _, end in cuts]
         scores = self._engine.score(rows, [start - first for _, first, start, _ in cuts])
         for (number, *_), part in zip(cuts, scores, strict=True):
             found[number].logprobs.extend(part.logprobs)
-            found[number].ranks.extend(part.ranks)
         return found
 
 
@@ -192,7 +181,11 @@ def train(
     `train={"name": "first", "steps": 200}, optim={"lr_max": 3e-4}`. A program that torchrun has started in several
     processes calls this in each. `fresh` deletes an earlier run of this name; `accept_changes` continues one whose
     settings have changed."""
-    overrides = _overrides(fields)
+    sections = {name: values if isinstance(values, Mapping) else {"": values} for name, values in fields.items()}
+    flat = {
+        f"{name}.{leaf}".rstrip("."): value for name, section in sections.items() for leaf, value in section.items()
+    }
+    overrides = [f"--{name}={json.dumps(value, default=str)}" for name, value in flat.items()]
     run_config, filled = load_with_rules(config, overrides)
     workspace = open_workspace(Path(work))
     run = workspace.run(run_config.train.name)
@@ -223,17 +216,8 @@ def metrics(run: str | Path, work: str | Path | None = None) -> Any:
         columns["tokens"][rows], columns["time"][rows] = points.tokens, points.time
         columns[name] = np.full(len(steps), np.nan)
         columns[name][rows] = points.value
-    if importlib.util.find_spec("pandas") is None:
-        return columns
-    import pandas
+    with suppress(ImportError):
+        import pandas
 
-    return pandas.DataFrame(columns)
-
-
-def _overrides(fields: Mapping[str, Any]) -> list[str]:
-    """The sections of a call as the words of a command line: --train.steps=200."""
-    flat: dict[str, Any] = {}
-    for section, values in fields.items():
-        is_section = isinstance(values, Mapping)
-        flat |= {f"{section}.{name}": value for name, value in values.items()} if is_section else {section: values}
-    return [f"--{name}={json.dumps(value, default=str, ensure_ascii=False)}" for name, value in flat.items()]
+        return pandas.DataFrame(columns)
+    return columns
