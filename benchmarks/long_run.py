@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zero2all.common.errors import BadInputError
-from zero2all.estimate.failures import LLAMA3_FAILURES_PER_GPU_HOUR, daly_interval, goodput
+from zero2all.estimate.run_calculators import LLAMA3_FAILURES_PER_GPU_HOUR, daly_interval, goodput
 
 Floats = NDArray[np.float64]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.long_run import DAY, HOUR, Outcome, Plan, band, simulate
 from benchmarks.machine import save_result
-from zero2all.estimate.failures import goodput as closed_goodput
+from zero2all.estimate.run_calculators import goodput as closed_goodput
 
 LLAMA3_MEAN = 54 * DAY / 419
 ONE_KIND: dict[str, Any] = {"shares": {"process": 1.0}, "hang_share": 0.0}

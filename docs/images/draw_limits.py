@@ -13,8 +13,8 @@ from example import Example
 from matplotlib.axes import Axes
 
 from zero2all.config import load_config
-from zero2all.estimate.failures import daly_interval
-from zero2all.estimate.failures import goodput as share_kept
+from zero2all.estimate.run_calculators import daly_interval
+from zero2all.estimate.run_calculators import goodput as share_kept
 from zero2all.estimate.floors import linear_shapes, matmul_bytes, matmul_flops, tiling
 from zero2all.estimate.gpus import GPUS, named_card
 from zero2all.estimate.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory

@@ -3,8 +3,7 @@
 import pytest
 
 from zero2all import __version__
-from zero2all.cli.fields import unknown_field
-from zero2all.cli.main import _fail_for_disk_or_path, split_overrides, with_verb
+from zero2all.cli.main import _fail_for_disk_or_path, split_overrides, unknown_field, with_verb
 from zero2all.common.files import write_json
 from zero2all.common.workspace import LAYOUT, STAMP_NAME, open_workspace
 from zero2all.config import load_config

@@ -7,12 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero2all.estimate import model_calculators as calculators
-from zero2all.estimate.answer import ImpossibleError, said
-from zero2all.estimate.failures import daly_interval, goodput, young_interval
 from zero2all.estimate.gpus import GPUS
-from zero2all.estimate.model_calculators import Devices, hardware_flops, mfu, roofline, variants
+from zero2all.estimate.model_calculators import Devices, ImpossibleError, hardware_flops, mfu, roofline, said, variants
 from zero2all.estimate.parameters import KNOWN_MODELS, Unpadded, counted, counted_by_total
-from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost
+from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost, daly_interval, goodput, young_interval
 from zero2all.model.config import MoeConfig, parameter_counts
 
 

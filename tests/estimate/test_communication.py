@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from zero2all.estimate.communication import Transfer, by_axis, bytes_sent, communication_per_step
-from zero2all.estimate.local_model import HeldStage
 from zero2all.estimate.memory import MemorySettings
+from zero2all.estimate.memory_settings import HeldStage
 from zero2all.model.config import ModelConfig, MoeConfig, parameter_counts
 from zero2all.ops.footprint import Footprint
 

@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks.long_run import DAY, HOUR, PARTS, Plan, Slowness, simulate
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.estimate.failures import LLAMA3_FAILURES_PER_GPU_HOUR
-from zero2all.estimate.failures import goodput as closed_goodput
-from zero2all.estimate.run_calculators import failures
+from zero2all.estimate.run_calculators import LLAMA3_FAILURES_PER_GPU_HOUR, failures
+from zero2all.estimate.run_calculators import goodput as closed_goodput
 
 LLAMA3_MEAN = 54 * DAY / 419
 ROUGH = Plan(  # everything that can go wrong does

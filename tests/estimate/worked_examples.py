@@ -8,12 +8,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zero2all.estimate import failures, floors
+from zero2all.estimate import floors
 from zero2all.estimate.flops import conventions
 from zero2all.estimate.gpus import GPUS
 from zero2all.estimate.model_calculators import RECIPES, Devices, variants, zero_bytes
 from zero2all.estimate.parameters import KNOWN_MODELS, Counted, Latent, counted_by_total, counted_gpt, llama
-from zero2all.estimate.run_calculators import LAWS, RunSpeed, cost, rule_of_thumb
+from zero2all.estimate.run_calculators import (
+    LAWS,
+    RunSpeed,
+    cost,
+    daly_interval,
+    goodput,
+    rule_of_thumb,
+    young_interval,
+)
 
 TOLERANCE = 0.01
 GB, GIB, HOUR, DAY = 1e9, 2.0**30, 3600.0, 86400.0
@@ -172,13 +180,19 @@ def failure() -> Found:
     sizes = (8, 64, 512, 4096, 16384)
     found = [100 * any_failure(any_failure(chance, 24), size) for size in sizes]
     yield from several("P(24 h) %, GPUs", sizes, "0.38 2.99 21.5 85.6 99.96", found)
-    daly = failures.daly_interval(60, mtbf)
-    found = [failures.young_interval(60, mtbf), daly, failures.goodput(daly, 60, 600, mtbf)]
+    daly = daly_interval(60, mtbf)
+    found = [young_interval(60, mtbf), daly, goodput(daly, 60, 600, mtbf)]
     yield from several("save 60 s,", ("Young", "Daly", "goodput"), "1156 1116 0.853", found)
-    daly = failures.daly_interval(2, mtbf)
-    yield from several("save 2 s,", ("Daly", "goodput"), "210 0.955", [daly, failures.goodput(daly, 2, 300, mtbf)])
-    daly = failures.daly_interval(40, 5 * DAY)
-    found = [daly, *(failures.goodput(every, 40, 900, 5 * DAY) for every in (daly, 3 * HOUR)), 100 * 40 / (3 * HOUR)]
+    daly = daly_interval(2, mtbf)
+    yield from several(
+        "save 2 s,", ("Daly", "goodput"), "210 0.955", [daly, goodput(daly, 2, 300, mtbf)]
+    )
+    daly = daly_interval(40, 5 * DAY)
+    found = [
+        daly,
+        *(goodput(every, 40, 900, 5 * DAY) for every in (daly, 3 * HOUR)),
+        100 * 40 / (3 * HOUR),
+    ]
     yield from several("save 40 s, 5 d,", ("Daly", "goodput", "3 h", "3 h, overhead %"), "5852 0.984 0.982 0.37", found)
 
 

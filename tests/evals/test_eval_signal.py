@@ -7,8 +7,17 @@ import pytest
 
 from zero2all.common.language import in_chinese
 from zero2all.evals.judge import wilson
-from zero2all.evals.scores import Point, ScoreCurve, curves_of
-from zero2all.evals.signal import CHANCE, LEAST_CHECKPOINTS, NOISE, SIGNAL, TOO_FEW, judge_curve
+from zero2all.evals.signal import (
+    CHANCE,
+    LEAST_CHECKPOINTS,
+    NOISE,
+    SIGNAL,
+    TOO_FEW,
+    Point,
+    ScoreCurve,
+    curves_of,
+    judge_curve,
+)
 
 STEPS = [100 * number for number in range(1, 13)]
 

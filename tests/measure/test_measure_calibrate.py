@@ -12,11 +12,11 @@ from zero2all.common.errors import BadInputError
 from zero2all.config.training import OptimConfig
 from zero2all.estimate.machine import TimeCurve, named_cluster, read_machine, write_machine
 from zero2all.measure import calibrate as module
+from zero2all.measure import clock
 from zero2all.measure import machine_profiles as profiles
 from zero2all.measure.calibrate import FigureStore, calibrate, clock_factor, curve, machine_for
-from zero2all.measure.calibration import stopwatch
-from zero2all.measure.calibration.figures import Setting, float8_product
-from zero2all.measure.calibration.stopwatch import Stopwatch, heats_to_hide, timed
+from zero2all.measure.clock import Stopwatch, heats_to_hide, timed
+from zero2all.measure.figures import Setting, float8_product
 from zero2all.predict.batch import BatchShape, load_measured_config
 from zero2all.predict.step_prediction import operators_for, predict
 
@@ -26,7 +26,7 @@ TINY = [
 ]
 BATCH = BatchShape(2, 32, 2)
 CPU = torch.device("cpu")
-FIGURES = "zero2all.measure.calibration.figures"
+FIGURES = "zero2all.measure.figures"
 
 
 def broken(*_):
@@ -36,7 +36,7 @@ def broken(*_):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path / "profiles"))
-    monkeypatch.setattr("zero2all.measure.calibration.stopwatch.CPU_SECONDS", 1e-4)
+    monkeypatch.setattr("zero2all.measure.clock.CPU_SECONDS", 1e-4)
     monkeypatch.setattr(f"{FIGURES}.CPU_GRID_WIDTHS", (64,))
     monkeypatch.setattr(f"{FIGURES}.CPU_GRID_TOKENS", (64,))
     monkeypatch.setattr(module, "other_settings", lambda _setting: iter(()))
@@ -204,7 +204,7 @@ class MadeDevice:
             device.heated += 1
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: device.now))
+        monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: device.now))
         self.watch = Stopwatch(CPU)
         self.watch._heater, self.watch._settled = heat, 0.0036
 
@@ -220,7 +220,7 @@ def test_a_cooled_device_is_heated_before_it_is_timed_and_one_that_stays_fast_is
     assert (found.seconds, found.clock) == pytest.approx((0.001, 1.0))
     device = MadeDevice(monkeypatch, lambda _: 0.0030)
     found = device.watch.time(device.call)
-    assert device.now < 2 * stopwatch.MOST_REHEAT_SECONDS  # it is not heated for ever
+    assert device.now < 2 * clock.MOST_REHEAT_SECONDS  # it is not heated for ever
     assert (found.clock, found.settled_seconds) == pytest.approx((1.2, 0.0012))
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from tests.measure.made_run import GIB, PARTS, MadeRun
 from zero2all.common.errors import BadInputError
-from zero2all.measure.explain import Explanation, as_json, explain
-from zero2all.measure.run_record import read_record
+from zero2all.measure.explain import Explanation, as_json, explain, read_record
 
 
 def explained(made: MadeRun) -> Explanation:

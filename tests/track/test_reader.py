@@ -14,8 +14,9 @@ import pytest
 
 from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
-from zero2all.track import MetricsWriter, rows
+from zero2all.track import MetricsWriter
 from zero2all.track.columns import MetricNames, ParsedRows
+from zero2all.track.metrics_file import parse_rows
 from zero2all.track.reader import RunReader, read_run
 
 
@@ -282,7 +283,7 @@ def test_a_long_run_is_kept_as_a_sidecar_outside_the_run_and_opened_from_it(tmp_
     first = opened()
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["metrics"]
     assert len(list((tmp_path / "cache").iterdir())) == 1
-    monkeypatch.setattr("zero2all.track.rows.parse", None)  # nothing is parsed
+    monkeypatch.setattr("zero2all.track.metrics_file.parse_rows", None)  # nothing is parsed
     second = opened()
     assert same(first, second)
     assert ([event.kind for event in second.events()], second.status.state) == (["segment"], first.status.state)
@@ -328,7 +329,7 @@ def test_sidecars_not_used_for_longest_make_room(tmp_path, monkeypatch, opened):
 
 
 def parsed(lines: list[bytes]) -> ParsedRows:
-    return rows.parse(b"".join(line + b"\n" for line in lines), MetricNames())
+    return parse_rows(b"".join(line + b"\n" for line in lines), MetricNames())
 
 
 def row(step: int, values: dict, time: float = 1.5, tokens: int = 7) -> bytes:
@@ -366,7 +367,7 @@ def test_one_damaged_line_costs_only_itself():
 def test_a_million_names_are_counted_and_not_kept():
     names = MetricNames(limit=100)
     lines = [row(step, {f"metric {step}/{number}": 1.0 for number in range(50)}) for step in range(200)]
-    block = rows.parse(b"\n".join(lines) + b"\n", names)
+    block = parse_rows(b"\n".join(lines) + b"\n", names)
     assert (len(block.metrics), names.left_out_values) == (100, 200 * 50 - 100)
 
 

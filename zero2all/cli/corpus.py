@@ -17,7 +17,6 @@ from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, human_seconds, say, tell, terminal_safe
-from zero2all.common.schema import nearest_hint
 
 if TYPE_CHECKING:
     from zero2all.corpus.download.fetch import DownloadRequest, DownloadResult
@@ -110,6 +109,7 @@ def _work_flag(arguments: argparse.Namespace) -> Path | None:
     """)
 def _show(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import corpus_sources
+    from zero2all.common.schema import nearest_hint
 
     corpus = workspace_of(arguments).corpus
     known = corpus_sources(corpus)
@@ -190,6 +190,7 @@ def _show_records(corpus: Any, manifests: dict[str, Any], arguments: argparse.Na
 
 def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) -> None:
     from zero2all.common.files import as_written
+    from zero2all.common.schema import nearest_hint
     from zero2all.corpus import iter_dropped, read_report
     from zero2all.corpus.clean.config import RULES
     from zero2all.corpus.clean.rules import JUDGES

@@ -13,7 +13,6 @@ from zero2all.cli.verb import TYPES, group, verb, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, human_count, progress, say, tell, terminal_safe
-from zero2all.common.schema import apply_overrides, nearest_hint
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -28,6 +27,7 @@ group("""
 
 def config_of(arguments: argparse.Namespace, workspace: Workspace) -> tuple[RunConfig, bool]:
     """The config that --config names, and whether it is that of a run."""
+    from zero2all.common.schema import apply_overrides
     from zero2all.config import config_from_values, load_config
     from zero2all.train.saved_config import CONFIG_FILE
 
@@ -195,6 +195,7 @@ def _verify(arguments: argparse.Namespace) -> None:
     """)
 def _export(arguments: argparse.Namespace) -> None:
     from zero2all.common.records import SPLITS
+    from zero2all.common.schema import nearest_hint
     from zero2all.packed.foreign import export_split
     from zero2all.packed.shard_format import open_split, packed_sources
 

@@ -16,7 +16,6 @@ from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 from zero2all.common.progress import tell
-from zero2all.common.secret import given_secret, shared_secret
 
 if TYPE_CHECKING:
     from zero2all.measure.doctor.finding import DoctorFinding
@@ -84,6 +83,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _listen(arguments: argparse.Namespace) -> int:
+    from zero2all.common.secret import given_secret, shared_secret
     from zero2all.measure.doctor.network import listen
 
     host, _, port = arguments.listen.rpartition(":")
@@ -106,6 +106,7 @@ def _listen(arguments: argparse.Namespace) -> int:
 
 
 def _secret(path: Path | None) -> bytes:
+    from zero2all.common.secret import given_secret
 
     if (secret := given_secret(path)) is None:
         raise UsageError(

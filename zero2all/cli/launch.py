@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from zero2all.cli.verb import group, share, verb
 from zero2all.common.errors import UsageError
 from zero2all.common.progress import say, tell
-from zero2all.common.secret import given_secret, make_secret, new_secret
 
 if TYPE_CHECKING:
     from zero2all.parallel.job_files import ClusterJob
@@ -136,6 +135,7 @@ def _write(path: Path | None, text: str, submit: str) -> None:
     z2a launch ssh z2all-1b --hosts gpu1,gpu2 --work /data/my-workspace
     """)
 def _ssh(arguments: argparse.Namespace) -> int:
+    from zero2all.common.secret import given_secret, new_secret
     from zero2all.parallel.nodes import DEFAULT_PORT, read_address
     from zero2all.parallel.ssh import run_on_hosts
     from zero2all.track.ssh import COMMAND_VARIABLE, OPTIONS
@@ -168,6 +168,7 @@ def _ssh(arguments: argparse.Namespace) -> int:
     z2a launch secret z2a.secret
     """)
 def _secret(arguments: argparse.Namespace) -> None:
+    from zero2all.common.secret import make_secret
 
     try:
         make_secret(arguments.file)

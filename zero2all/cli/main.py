@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import io
 import os
@@ -10,6 +11,7 @@ import shlex
 import signal
 import stat
 import sys
+import typing
 from collections.abc import Container, Iterable
 from contextlib import suppress
 from importlib import import_module
@@ -34,6 +36,7 @@ from zero2all.common.errors import (
     is_disk_full,
     is_out_of_memory,
 )
+from zero2all.common.language import translate as t
 from zero2all.common.progress import show_log
 
 EPILOG = """\
@@ -290,8 +293,6 @@ def _refuse_unknown_flags(verb: Parser, words: list[str]) -> None:
             continue
         meant = "--out" if flag in OUT_BEFORE and "--out" in verb.flags else closest(flag, verb.flags)
         if meant is None and verb.get_default("reads_config"):
-            from zero2all.cli.fields import field_for_flag
-
             meant = field_for_flag(flag)
         if meant is None:
             raise UsageError(f"`{verb.prog}` has no flag `{flag}`. See `{verb.prog} --help`.")
@@ -299,11 +300,8 @@ def _refuse_unknown_flags(verb: Parser, words: list[str]) -> None:
 
 
 def _refuse_unknown_fields(overrides: list[str], sections_only: bool = False) -> None:
-    if overrides:
-        from zero2all.cli.fields import unknown_field
-
-        if problem := unknown_field(overrides, sections_only):
-            raise UsageError(problem)
+    if overrides and (problem := unknown_field(overrides, sections_only)):
+        raise UsageError(problem)
 
 
 def _fail_for_person(error: UserError) -> tuple[int, str]:
@@ -339,3 +337,57 @@ def _fail_for_disk_or_path(error: Exception) -> tuple[int, str]:
             f"expected) and your permissions, then run the command again."
         )
     raise error
+
+
+# ---- the fields of a run's config, as they are named on the command line: `--optim.lr_max` ----
+
+
+def field_names() -> list[str]:
+    """Every field of the config by its dotted name, such as `optim.lr_max`."""
+    from zero2all.config import RunConfig
+
+    return list(_names(RunConfig, ""))
+
+
+def _names(section: type, place: str) -> typing.Iterator[str]:
+    for name, kind in typing.get_type_hints(section).items():
+        inner = _section_in(kind)
+        if inner is None:
+            yield f"{place}{name}"
+        else:
+            yield from _names(inner, f"{place}{name}.")
+
+
+def _section_in(kind: Any) -> type | None:
+    """The section that a field holds, also where it may be null; None for a plain field."""
+    options = [kind, *typing.get_args(kind)] if typing.get_origin(kind) not in (list, dict) else []
+    return next((each for each in options if isinstance(each, type) and dataclasses.is_dataclass(each)), None)
+
+
+def unknown_field(overrides: list[str], sections_only: bool = False) -> str | None:
+    """What is wrong with the first override that names no field; `sections_only`: with its section."""
+    known = field_names()
+    sections = {name.partition(".")[0] for name in known}
+    for word in overrides:
+        name = word.removeprefix("--").partition("=")[0]
+        if not word.startswith("--") or (sections_only and name.partition(".")[0] in sections):
+            continue
+        if any(name == each or name.startswith(f"{each}.") or each.startswith(f"{name}.") for each in known):
+            continue
+        meant = closest(name, known)
+        if meant is None:
+            return t(f"There is no config field `{name}`. `z2a train CONFIG --print-config` lists all fields.")
+        return t(
+            f"There is no config field `{name}`. Did you mean `--{meant}`? `z2a train CONFIG --print-config` lists all "
+            f"fields."
+        )
+    return None
+
+
+def field_for_flag(flag: str) -> str | None:
+    """The config field that a flag without a section probably means: --lr is `--optim.lr_max`."""
+    word = flag.removeprefix("--").replace("-", "_")
+    leaves = {name.rpartition(".")[2]: name for name in reversed(field_names())}
+    begun = [leaf for leaf in leaves if leaf == word or leaf.startswith(f"{word}_")]
+    leaf = min(begun, key=len) if begun else closest(word, leaves)
+    return None if leaf is None else f"--{leaves[leaf]}"

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from zero2all.cli.table import print_table
 from zero2all.cli.verb import AMOUNT, COUNT, TAKES_FIELDS, TIME, amount, count, duration, verb, write_json_result
 from zero2all.common.language import translate as t
-from zero2all.common.schema import MISSING, Problem
 
 if TYPE_CHECKING:
     from zero2all.common.schema import Problem
-    from zero2all.estimate.answer import CalculatorAnswer
+    from zero2all.estimate.model_calculators import CalculatorAnswer
     from zero2all.estimate.parameters import Counted
 
 
@@ -158,7 +157,7 @@ def _flags(verb: str) -> list[str]:
 
 
 def _calculate(arguments: argparse.Namespace) -> None:
-    from zero2all.estimate.answer import ImpossibleError
+    from zero2all.estimate.model_calculators import ImpossibleError
 
     name: str = arguments.calculator
     problems: list[Problem] = []
@@ -205,6 +204,7 @@ def _answers(name: str, model: Counted | None, values: dict[str, Any]) -> dict[s
 
 def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Problem]) -> dict[str, Any]:
     """The flags that were given, in their types."""
+    from zero2all.common.schema import Problem
 
     values = {}
     for flag in flags:
@@ -224,6 +224,7 @@ def _read(arguments: argparse.Namespace, flags: list[str], problems: list[Proble
 
 def _model(arguments: argparse.Namespace, values: dict[str, Any], problems: list[Problem]) -> Counted | None:
     """The model that was named, or what is known of it."""
+    from zero2all.common.schema import MISSING, Problem
     from zero2all.estimate.parameters import KNOWN_MODELS, counted_by_total
 
     given = [flag for flag in SHAPE if flag != "seq-len" and getattr(arguments, flag.replace("-", "_")) is not None]
@@ -259,7 +260,7 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     from zero2all.config import ConfigError
     from zero2all.estimate.memory import checkpoint_bytes
     from zero2all.estimate.parameters import counted
-    from zero2all.predict.models import load_model_config
+    from zero2all.predict.batch import load_model_config
 
     try:
         config, _ = load_model_config(arguments.model, arguments.overrides)

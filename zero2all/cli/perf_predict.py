@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     """)
 def _explain(arguments: argparse.Namespace) -> None:
     from zero2all.measure.explain import as_json, explain
-    from zero2all.measure.run_record import read_record
+    from zero2all.measure.explain import read_record
 
     with open_run(arguments.run, arguments) as run:
         explanation = explain(read_record(run.folder, arguments.card_gib))
@@ -176,7 +176,7 @@ def _print(report: MemoryReport) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from zero2all.predict.batch import load_measured_config
     from zero2all.predict.layout_search import config_of, plan_cells, plan_json, plan_layouts
-    from zero2all.predict.models import load_model_config, precision_notes
+    from zero2all.predict.batch import load_model_config, precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
@@ -226,7 +226,7 @@ def _title(plan: LayoutPlan) -> str:
 
 
 def _notes(plan: LayoutPlan) -> list[str]:
-    from zero2all.estimate.answer import said
+    from zero2all.estimate.model_calculators import said
     from zero2all.predict.layout_search import compare
 
     best = plan.candidates[0]
@@ -371,7 +371,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         return
     from zero2all.measure.verify import PredictionTarget, prediction_for
     from zero2all.predict.batch import load_measured_config, parse_batch
-    from zero2all.predict.models import precision_notes
+    from zero2all.predict.batch import precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)

@@ -52,8 +52,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zero2all.estimate.flops import recomputed_blocks, stopped_blocks
-from zero2all.estimate.local_model import copied_values, expert_values
-from zero2all.estimate.memory_settings import WIDTHS, MemorySettings
+from zero2all.estimate.memory_settings import WIDTHS, MemorySettings, copied_values, expert_values
 from zero2all.model.config import ModelConfig, parameter_counts
 
 LOSS = ("replicate", "shard", "context")

@@ -36,8 +36,7 @@ from dataclasses import dataclass
 from zero2all.common.language import padded
 from zero2all.common.language import translate as t
 from zero2all.estimate.floors import linear_shapes
-from zero2all.estimate.local_model import expert_values
-from zero2all.estimate.memory_settings import PLACE_OF_STATES, WIDTHS, Place
+from zero2all.estimate.memory_settings import PLACE_OF_STATES, WIDTHS, Place, expert_values
 from zero2all.estimate.memory_settings import MemorySettings as MemorySettings
 from zero2all.estimate.pass_memory import Phase, pass_memory
 from zero2all.model.config import ModelConfig, ParameterKind, parameter_counts

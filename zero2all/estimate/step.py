@@ -30,9 +30,8 @@ from typing import NamedTuple
 from zero2all.estimate.communication import Transfer, communication_per_step
 from zero2all.estimate.floors import linear_shapes, operator_work, optimizer_work
 from zero2all.estimate.flops import WHOLE_FORWARD, flops_per_token, recomputed_blocks, stopped_blocks
-from zero2all.estimate.local_model import HeldStage, expert_values
 from zero2all.estimate.machine import GpuLink, Kind, Machine
-from zero2all.estimate.memory_settings import WIDTHS, MemorySettings
+from zero2all.estimate.memory_settings import WIDTHS, HeldStage, MemorySettings, expert_values
 from zero2all.model.config import ModelConfig, parameter_counts
 
 SLOWEST = 0.7

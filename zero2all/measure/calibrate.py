@@ -29,7 +29,8 @@ from zero2all.estimate.flops import peak_flops
 from zero2all.estimate.kernel_groups import ATTENTION, GEMM
 from zero2all.estimate.machine import AttentionTime, Kind, Machine, Matmul, TimeCurve, write_machine
 from zero2all.estimate.step import HOST_OPS_PER_BLOCK
-from zero2all.measure.calibration.figures import (
+from zero2all.measure.clock import HEATER_BYTES, HEATER_SIDE, Stopwatch, device_name, watched_gpu
+from zero2all.measure.figures import (
     ATTENTION_GRID,
     FigureToMeasure,
     Setting,
@@ -41,8 +42,6 @@ from zero2all.measure.calibration.figures import (
     settled,
     update_figures,
 )
-from zero2all.measure.calibration.stopwatch import HEATER_BYTES, HEATER_SIDE, Stopwatch
-from zero2all.measure.clock import device_name, watched_gpu
 from zero2all.measure.machine_profiles import profile_key, profile_path
 from zero2all.measure.operators import context_here
 from zero2all.measure.short_run import measure_steps

@@ -21,8 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from zero2all.config import RunConfig
 from zero2all.estimate.kernel_groups import COPIES, ELEMENTWISE, LOSS
 from zero2all.measure.anatomy import STEP, UPDATE, Anatomy, anatomy_of, inside, read_trace
-from zero2all.measure.calibration.stopwatch import timed
-from zero2all.measure.clock import device_name, wait_for, watched_gpu
+from zero2all.measure.clock import device_name, timed, wait_for, watched_gpu
 from zero2all.model.init import INTO_RESIDUAL
 from zero2all.model.z2all import compile_model
 from zero2all.ops.registry import resolve

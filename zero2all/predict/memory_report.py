@@ -20,8 +20,7 @@ from zero2all.estimate.memory import MemoryEstimate, MemorySettings, binary_size
 from zero2all.ops.registry import TAKEN_ON_A_GPU, Ops, assume_gpu, resolve
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import check_spread
-from zero2all.predict.batch import with_vocabulary
-from zero2all.predict.models import load_model_config, precision_notes
+from zero2all.predict.batch import load_model_config, precision_notes, with_vocabulary
 from zero2all.train.build import op_context
 from zero2all.train.micro_batch import pass_sizes, stage_settings
 from zero2all.train.state import DTYPES

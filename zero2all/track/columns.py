@@ -73,7 +73,7 @@ class MetricNames:
 
 @dataclass
 class ParsedRows:
-    """Some rows of a file, parsed: what `rows.parse` returns."""
+    """Some rows of a file, parsed: what `parse_rows` returns."""
 
     step: NDArray[np.int64]
     time: NDArray[np.float64]

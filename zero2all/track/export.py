@@ -29,8 +29,8 @@ from zero2all.common.files import write_atomic, write_json
 from zero2all.common.progress import say
 from zero2all.common.schema import nearest_hint
 from zero2all.track.listing import find_runs, metrics_files
+from zero2all.track.metrics_file import read_number, read_row
 from zero2all.track.reader import RunReader
-from zero2all.track.rows import read_number, read_row
 from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
 
 STATE_NAME = "z2a-export.json"

@@ -20,7 +20,7 @@ import numpy as np
 from zero2all.common import jsonio
 from zero2all.common.files import read_regular
 from zero2all.common.yamlio import LARGEST_BYTES
-from zero2all.track.rows import read_number, read_row
+from zero2all.track.metrics_file import read_number, read_row
 from zero2all.track.status import Evidence, RunStatus, is_writer_alive, judge
 from zero2all.track.writer import END_KIND, FILE_NAME, METRICS_FOLDER, SEGMENT_KIND
 

@@ -36,7 +36,7 @@ class TorchFacts:
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in `collect`)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command = [sys.executable, "-m", "zero2all.measure.doctor.torch_facts"]
+        command = [sys.executable, "-m", "zero2all.measure.doctor.software"]
         self._process = subprocess.Popen(command, stdout=self._output, stderr=self._errors, stdin=subprocess.DEVNULL)
 
     def collect(self, until: float) -> tuple[dict[str, Any], str]:
@@ -341,3 +341,54 @@ def _visible(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
         yield ENVIRONMENT.warning(f"CUDA_VISIBLE_DEVICES={value}", why, advice)
     else:
         yield ENVIRONMENT.ok(f"CUDA_VISIBLE_DEVICES={value}: only these GPUs are used")
+
+
+# ---- what torch says of this machine, in a process of its own: a broken driver may kill or hang whoever asks --------
+
+
+def main() -> int:
+    """Print one JSON object a line, as soon as it is known: versions, devices, kernels."""
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    versions = {
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "built_for": torch.cuda.get_arch_list() if has_cuda else [],
+        "cuda_problem": None if has_cuda else _cuda_problem(torch),
+    }
+    _print("versions", versions)
+    devices = []
+    for number in range(torch.cuda.device_count() if has_cuda else 0):
+        found = torch.cuda.get_device_properties(number)
+        devices.append({"name": found.name, "bytes": found.total_memory, "capability": [found.major, found.minor]})
+    _print("devices", devices)
+    from zero2all.measure.operators import listed_operators
+
+    _print("kernels", listed_operators(None))
+    return 0
+
+
+def _cuda_problem(torch: Any) -> str | None:
+    """Why torch sees no GPU; None for a build without CUDA."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return " ".join(str(error).split())[:300]
+    return "no GPU is visible to this process"
+
+
+def _print(name: str, value: Any) -> None:
+    print(json.dumps({"name": name, "value": value}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -32,7 +32,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.config import RunConfig
 from zero2all.estimate.floors import Work, linear_shapes, operator_work, optimizer_work
 from zero2all.estimate.machine import Kind
-from zero2all.measure.calibration.stopwatch import Stopwatch, Timed
+from zero2all.measure.clock import Stopwatch, Timed
 from zero2all.measure.operators import Case, Function, forward_and_both, gather_into_main, make_case, random_flat
 from zero2all.model.config import ModelConfig, parameter_counts
 from zero2all.model.moe import MixtureOfExperts

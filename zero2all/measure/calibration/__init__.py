@@ -1,1 +1,0 @@
-"""What `z2a perf calibrate` measures: `stopwatch` times calls under load, `figures` says what is called."""
