@@ -76,10 +76,14 @@ def test_the_first_signal_waits_for_what_runs_and_the_second_does_not(serve: Ser
 def test_what_cannot_be_served_is_said_before_and_after_loading(start: Start, trained_workspace: Workspace, tmp_path):
     work = ("--work", trained_workspace.root, "--port", 0)
     (tmp_path / "short").write_text("abc\n")
+    (tmp_path / "open").write_text("a-token-that-others-read\n")
+    (tmp_path / "open").chmod(0o644)
     expected = (
         (("nobody", *work), 3, "nobody"),
         (("tiny", *work, "--token-file", tmp_path / "short"), 3, "at least 16"),
         (("tiny", *work, "--token-file", tmp_path / "none"), 3, "cannot be read"),
+        (("tiny", *work, "--token-file", tmp_path / "open"), 3, "chmod 600"),
+        (("tiny", *work, "--cors", "*"), 2, "one site"),
         (("tiny", *work, "--host", "no.such.host.example"), 2, "not an address of this machine"),
         (("tiny", *work, "--cache-gb", "0.000001"), 2, "too small"),
     )

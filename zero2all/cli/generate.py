@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -252,6 +253,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     --host --token
     --token-file FILE:path        read the token from this file, so that it stays the same
     --allow-host*
+    --cors* ORIGIN                another site whose pages may use the API, such as https://example.org; can be repeated
     --grace SECONDS:float>=0 =30  how long running requests may continue after Ctrl-C or SIGTERM (default 30)
     --open                        open the page in the browser
 
@@ -264,6 +266,11 @@ def _serve(arguments: argparse.Namespace) -> int | None:
 
 def _serve_here(arguments: argparse.Namespace, world: World | None) -> None:
     token = _token_in(arguments.token_file) if arguments.token_file else None
+    for each in arguments.cors:
+        if not re.fullmatch(r"https?://[^/\s*]+", each):
+            raise UsageError(
+                f"--cors {each}: give one site, such as https://example.org, without a path and without *."
+            )
 
     from zero2all.infer.engine import EngineSettings
     from zero2all.serve.model import ServedModel
@@ -273,8 +280,9 @@ def _serve_here(arguments: argparse.Namespace, world: World | None) -> None:
     settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, int8=arguments.int8, owns_model=True)
     model = ServedModel(lambda: _load(arguments, world), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
-        arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace
-    )
+        arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace,
+        origins=arguments.cors,
+    )  # fmt: skip
     server = ModelServer(model, options, lambda: _say_ready(server, arguments))
     tell(f"Loading {arguments.model} …", flush=True)
     server.serve()
@@ -297,7 +305,7 @@ def _say_ready(server: ModelServer, arguments: argparse.Namespace) -> None:
 
 def _token_in(path: Path) -> str:
     try:
-        token = path.read_text(encoding="utf-8").strip()
+        token, mode = path.read_text(encoding="utf-8").strip(), path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(
             f"The token in {path} cannot be read ({error}). Give a file with one line of text."
@@ -307,6 +315,8 @@ def _token_in(path: Path) -> str:
             f"The token in {path} must have at least {SHORTEST_TOKEN} printable ASCII characters "
             f"without spaces, on one line. `openssl rand -hex 24 > {path}` makes a good one."
         )
+    if mode & 0o077:
+        raise BadInputError(f"Others on this machine may read or change {path}, which holds a token: chmod 600 {path}")
     return token
 
 

@@ -8,7 +8,7 @@ score       what a model says of the tokens of many texts: what they begin with 
 cuda        decoding passes on a GPU: our kernels, as CUDA graphs
 sampling    how the next token is chosen
 engine      continuous batching: requests come and go while others run
-grammar     answers that follow a JSON schema, a regular expression or a grammar; llguidance in a process of its own
+grammar     answers that follow a JSON schema or a grammar; llguidance in a process of its own
 boundary    prompts that end in the middle of a token
 text        prompts and tokens as text: streaming, stop strings
 service     the engine in a thread of its own

@@ -27,7 +27,7 @@ from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import MOST_PROMPT_ROWS, CudaDecoder, obstacle
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.grammar import GrammarError, Grammars
+from zero2all.infer.grammar import Grammars
 from zero2all.infer.job import ChosenToken, Job, Request, Scores
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Picker, penalised
@@ -570,15 +570,13 @@ class Engine:
         if sampling.logit_bias:
             ids, biases = zip(*sampling.logit_bias, strict=True)
             logits[self._tensor(ids)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
-        if sampling.counts_tokens:
-            if row.number not in self._counts:
-                self._counts[row.number] = torch.zeros_like(logits)
-            counts = self._counts[row.number]
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            counts = self._counts.setdefault(row.number, torch.zeros_like(logits))
             logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         if row.request.grammar is not None:
             try:
                 allowed = self.grammars.allowed(row.number, row.request.grammar, row.new_ids, row.request.end_ids)
-            except GrammarError as error:
+            except UsageError as error:
                 row.error = str(error)  # its next token is not taken
             else:
                 logits.masked_fill_(~allowed.to(logits.device), -torch.inf)

@@ -33,7 +33,7 @@ def _serve(connection: Connection) -> None:
         number, grammar, ids = connection.recv()
         signal.alarm(MOST_SECONDS)  # also where the one who asked is gone
         if ids is None:
-            matchers.pop(number, None)
+            connection.send(bool(matchers.pop(number, None)))
             continue
         try:
             if grammar is not None:
@@ -44,8 +44,11 @@ def _serve(connection: Connection) -> None:
             matcher = matchers[number]
             matcher.consume_tokens(ids)
             mask = matcher.compute_bitmask()
-            connection.send(matcher.get_error() if matcher.is_error() else mask)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
+            connection.send(mask)
         except (ValueError, RecursionError, MemoryError) as error:
+            matchers.pop(number, None)
             connection.send(str(error) or type(error).__name__)
 
 

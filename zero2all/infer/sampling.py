@@ -50,8 +50,6 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
             "repetition_penalty": (0.01 <= self.repetition_penalty <= 100, "from 0.01 to 100"),
-            "frequency_penalty": (-100 <= self.frequency_penalty <= 100, "from -100 to 100"),
-            "presence_penalty": (-100 <= self.presence_penalty <= 100, "from -100 to 100"),
         }
         for name, (is_good, expected) in bounds.items():
             if not is_good:
@@ -63,14 +61,10 @@ class Sampling:
         return self.temperature == 0
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether it depends on how often a token was written."""
-        return bool(self.frequency_penalty or self.presence_penalty)
-
-    @property
     def changes_logits(self) -> bool:
         """Whether more than the model decides how likely a token is."""
-        return self.repetition_penalty != 1 or self.counts_tokens or bool(self.logit_bias)
+        penalties = self.frequency_penalty or self.presence_penalty or self.logit_bias
+        return self.repetition_penalty != 1 or bool(penalties)
 
 
 def uniform(seed: int, number: int) -> float:

@@ -19,6 +19,7 @@ from zero2all.infer.job import ChosenToken
 from zero2all.infer.service import Service, ServiceEndedError, Ticket
 from zero2all.infer.text import Piece
 from zero2all.infer.tools import Written
+from zero2all.serve.metrics import Metrics
 from zero2all.serve.wire import Call
 from zero2all.tokenizer.load import Tokenizer
 
@@ -258,8 +259,9 @@ class Bell:
 class Generations:
     """The choices of one request while they are written. For the event loop, but for `_deliver`."""
 
-    def __init__(self, service: Service, call: Call, bell: Bell) -> None:
+    def __init__(self, service: Service, call: Call, bell: Bell, metrics: Metrics) -> None:
         self._service, self._requests, self._bell = service, call.requests, bell
+        self._metrics, self._submitted, self._begun = metrics, time.perf_counter(), set[int]()
         self._arrived: deque[tuple[int, Piece]] = deque()
         self._news, self._ended = asyncio.Event(), asyncio.Event()
         self._is_noted = not call.stream  # without a stream only the end matters
@@ -309,6 +311,10 @@ class Generations:
     def _deliver(self, index: int, piece: Piece) -> None:
         """Called in the engine's thread."""
         self._arrived.append((index, piece))
+        is_first = bool(piece.tokens) and index not in self._begun
+        self._metrics.note(piece, time.perf_counter() - self._submitted if is_first else None)
+        if is_first:
+            self._begun.add(index)
         if piece.finish is not None:
             self._left -= 1
         if not self._left:

@@ -31,14 +31,17 @@ from zero2all.common import jsonio
 from zero2all.common.errors import UserError
 from zero2all.common.progress import say
 from zero2all.common.signals import stop_signals_to
+from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.service import ServiceEndedError
 from zero2all.infer.text import Piece
 from zero2all.infer.tools import TOOLS, call_of, run_call
+from zero2all.serve import wire
 from zero2all.serve.answers import Answer, Bell, ChatAnswer, CompletionAnswer, Generations, by_choice
+from zero2all.serve.metrics import Metrics
 from zero2all.serve.model import READY, ServedModel, ending
-from zero2all.serve.wire import Call, RefusedError, chat_call, completion_call
+from zero2all.serve.wire import Call, RefusedError, chat_call, completion_call, read_fields, spelled
 from zero2all.track.access import Gate, GuardedService, address, is_loopback, listen
 from zero2all.track.http_server import CONTENT_TYPES, BoundedServer, ServerLimits, body_of, page_routes
 
@@ -58,6 +61,7 @@ class ServeOptions:
     token: str | None = None  # None: a random one, where one is needed
     allowed_hosts: Sequence[str] = ()
     grace_seconds: float = 30.0
+    origins: Sequence[str] = ()  # other sites whose pages may ask (CORS)
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
@@ -72,7 +76,7 @@ class ModelServer:
         self.token = (options.token or secrets.token_urlsafe(24)) if needs_token else None
         self.socket = listen(options.host, options.port, DEFAULT_PORT)
         self.url = address(options.host, self.socket)
-        app = make_app(model, options.host, self.token, options.allowed_hosts, self._life)
+        app = make_app(model, options.host, self.token, options.allowed_hosts, self._life, options.origins)
         self._server = _Server(app, options.limits, SECONDS_TO_SEND_THE_REST)
         self._is_ending = self._was_signalled = False
         self._problem: Exception | None = None
@@ -151,7 +155,7 @@ SHARED_WITH_BOARD = ("before.js", "dom.js", "format.js", "icon.svg", "style.css"
 Read = Callable[[Any, LoadedModel, int], Call]
 MAX_BODY_BYTES = 4_000_000
 SMALL_BODY_BYTES = 8_000
-SLOW_WORDS = (b"response_format", b"structured_outputs", b"grammar", b"\\u")  # any word may be hidden in escapes
+SLOW_WORDS = (b"response_format", b"grammar", b"\\u")  # any word may be hidden in escapes
 NO_STORE = {"Cache-Control": "no-store"}
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -166,6 +170,7 @@ def make_app(
     token: str | None = None,
     allowed_hosts: Iterable[str] = (),
     lifespan: Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]] | None = None,
+    origins: Iterable[str] = (),
 ) -> Starlette:
     """The whole server as an ASGI application."""
     api, files = _ModelApi(model), page_files()
@@ -174,13 +179,16 @@ def make_app(
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model_of_name),
         Route("/v1/stats", api.stats),
+        Route("/metrics", api.metrics_page),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/tools/{name}", api.tool, methods=["POST"]),
         *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
     door = GuardedService("server", "z2a serve", lambda _, status, message: _refusal(RefusedError(status, message)))
-    gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts), door=door)
+    gate = Middleware(Gate, host=host, token=token, allowed_hosts=list(allowed_hosts), door=door, origins=origins)
     handlers: Mapping[Any, Any] = {RefusedError: _refused, HTTPException: _no_route, Exception: _failed}
     return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers, lifespan=lifespan)
 
@@ -196,6 +204,7 @@ class _ModelApi:
     def __init__(self, model: ServedModel) -> None:
         self.model = model
         self.bell: Bell | None = None
+        self.metrics = Metrics()
 
     async def health(self, _: Request) -> Response:
         """200 where a request would be taken, else 503; for those who watch over servers."""
@@ -205,6 +214,23 @@ class _ModelApi:
 
     async def stats(self, _: Request) -> Response:
         return _json(self.model.stats())
+
+    async def metrics_page(self, _: Request) -> Response:
+        """For Prometheus."""
+        return Response(self.metrics.page(self.model.stats()), headers=NO_STORE, media_type="text/plain; version=0.0.4")
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text, as vLLM gives them."""
+        fields = read_fields(parsed(await read_body(request)), wire.TOKENIZE_FIELDS, "prompt")
+        tokenizer, engine = self.model.loaded.tokenizer, self.model.service.engine
+        ids = await run_in_threadpool(tokenizer.encode_text, fields["prompt"])
+        ids = [opening_id(tokenizer), *ids] if fields.get("add_special_tokens", True) else ids
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": engine.max_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids; control tokens by their names."""
+        fields = read_fields(parsed(await read_body(request)), wire.DETOKENIZE_FIELDS, "tokens")
+        return _json({"prompt": spelled(fields["tokens"][0], self.model.loaded, "tokens", skip_control=False)})
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self.model.facts()]})
@@ -235,7 +261,7 @@ class _ModelApi:
         def hand_in() -> _Reply:
             call = read(parsed(body), loaded, service.engine.max_len)
             self.model.require_name(call.model)
-            generations = Generations(service, call, bell)
+            generations = Generations(service, call, bell, self.metrics)
             generations.submit()
             return _Reply(form(call, self.model.name, loaded.tokenizer, generations.prompt_tokens), generations)
 

@@ -131,9 +131,8 @@ def prompts(value: Any) -> list[str | list[int]]:
     if len(several) > MAX_CHOICES:
         raise ValueError(f"at most {MAX_CHOICES} prompts in one request")
     for each in several:
-        if isinstance(each, list) and not (each and all(type(token) is int and token >= 0 for token in each)):
-            raise ValueError(expected)
-        if not isinstance(each, list | str):
+        is_ids = isinstance(each, list) and each and all(type(token) is int and token >= 0 for token in each)
+        if not (is_ids or isinstance(each, str)):
             raise ValueError(expected)
     return several
 
@@ -155,27 +154,11 @@ def response_format(value: Any) -> tuple[str, str] | None:
     match value:
         case {"type": "text"}:
             return None
-        case {"type": "json_object", **more} if not set(more) - {"schema"} and isinstance(more.get("schema", {}), dict):
-            return _json_grammar(more.get("schema", {"type": "object"}))
+        case {"type": "json_object"} if isinstance(schema := value.get("schema", {"type": "object"}), dict):
+            return "json", jsonio.dumps_line(schema).decode()
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return _json_grammar(schema)
+            return "json", jsonio.dumps_line(schema).decode()
     raise ValueError('{"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": "…", "schema": {…}}}')
-
-
-def structure(value: Any) -> tuple[str, str]:
-    """The grammar of an answer, as vLLM has it."""
-    match value:
-        case {"regex": str(text)} if len(value) == 1:
-            return "regex", text
-        case {"grammar": str(text)} if len(value) == 1:
-            return "gbnf", text
-        case {"json": dict(schema)} if len(value) == 1:
-            return _json_grammar(schema)
-    raise ValueError('one of {"regex": "[0-9]+"}, {"json": {…}} and {"grammar": "root ::= …"}')
-
-
-def _json_grammar(schema: Any) -> tuple[str, str]:
-    return "json", jsonio.dumps_line(schema).decode()
 
 
 SHARED: dict[str, Reader] = {
@@ -190,7 +173,6 @@ SHARED: dict[str, Reader] = {
     "presence_penalty": number(-2, 2),
     "logit_bias": biases,
     "response_format": response_format,
-    "structured_outputs": structure,
     "grammar": lambda value: ("gbnf", text(value)),
     "seed": whole(-LARGEST_INT),
     "stop": stops,
@@ -281,6 +263,8 @@ class RefusedError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+TOKENIZE_FIELDS = {"model": text, "prompt": text, "add_special_tokens": flag}
+DETOKENIZE_FIELDS = {"model": text, "tokens": prompts}
 COMPLETION_FIELDS = {
     **SHARED,
     "max_tokens": whole(0),
@@ -345,15 +329,11 @@ def completion_call(body: Any, loaded: LoadedModel, _max_len: int) -> Call:
     if not limit and not scores:
         raise RefusedError(400, "max_tokens is 0: that needs echo: true and logprobs beside it.", "max_tokens")
     if scores and (count := sum(map(len, texts)) * fields.get("n", 1) * entries) > MAX_SCORED:
-        raise RefusedError(
-            400,
-            f"echo with logprobs: up to {count:,} log probabilities of prompts; one answer has at most {MAX_SCORED:,}. "
-            f"Send fewer prompts at a time.",
-            "echo",
-        )
+        words = f"echo with logprobs: up to {count:,} log probabilities of prompts; {MAX_SCORED:,} are the most."
+        raise RefusedError(400, f"{words} Send fewer prompts at a time.", "echo")
     usual = TextRequest("", limit, stop=fields.get("stop", ()), logprobs=logprobs, score_prompt=scores)
     base = [dataclasses.replace(usual, prompt=each) for each in texts]
-    echoes = [_spelled(each, loaded) for each in texts] if fields.get("echo") else []
+    echoes = [spelled(each, loaded) for each in texts] if fields.get("echo") else []
     return _call(fields, base, echoes)
 
 
@@ -411,9 +391,9 @@ def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[
         )
     if "stream_options" in fields and not is_stream:
         raise RefusedError(400, "stream_options needs stream: true beside it.", "stream_options")
-    grammars = [fields[name] for name in ("response_format", "structured_outputs", "grammar") if fields.get(name)]
+    grammars = [fields[name] for name in ("response_format", "grammar") if fields.get(name)]
     if len(grammars) > 1:
-        raise RefusedError(400, "response_format, structured_outputs and grammar: give one of them.", "grammar")
+        raise RefusedError(400, "response_format and grammar: give one of them.", "grammar")
     base = [dataclasses.replace(each, grammar=grammars[0]) for each in base] if grammars else base
     include_usage, running_usage = fields.get("stream_options", (False, False))
     seed = fields.get("seed", secrets.randbelow(SEEDS))  # who names none wants another answer each time
@@ -444,11 +424,12 @@ def _sampling(fields: dict[str, Any], seed: int) -> Sampling:
     )
 
 
-def _spelled(prompt: str | list[int], loaded: LoadedModel) -> str:
+def spelled(prompt: str | list[int], loaded: LoadedModel, field: str = "prompt", skip_control: bool = True) -> str:
+    """The text of ids."""
     try:
-        return prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt, skip_control)
     except ValueError as error:
-        raise RefusedError(400, f"prompt: {error}.", "prompt") from None
+        raise RefusedError(400, f"{field}: {error}.", field) from None
 
 
 BESIDE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}

@@ -123,10 +123,13 @@ class Gate:
         token: str | None,
         allowed_hosts: Iterable[str] = (),
         door: GuardedService = GuardedService(),  # noqa: B008 (it is frozen)
+        origins: Iterable[str] = (),
     ) -> None:
+        """`origins`: other sites whose pages may ask (CORS); they need the token as everybody does."""
         self.app = app
         self.token = token
         self.door = door
+        self.origins = frozenset(origins)
         self.proxies = {name.lower() for name in allowed_hosts}  # they may hand on another Host than the browser's
         self.names = {*LOOPBACK_NAMES, *self.proxies}
         self.allows_addresses = not is_loopback(host)  # a rebound name cannot look like an address
@@ -139,10 +142,14 @@ class Gate:
             await self.app(scope, receive, send)
             return
 
+        headers = dict(HEADERS)
+        if (origin := Headers(scope=scope).get("origin")) in self.origins:
+            headers |= {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 known = {name.lower() for name, _ in message["headers"]}
-                extra = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                extra = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
                 message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in known)]
             await send(message)
 
@@ -151,6 +158,9 @@ class Gate:
 
     def _answer_instead(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
+        if scope["method"] == "OPTIONS" and headers.get("origin") in self.origins:  # a browser asks whether it may
+            allowed = {"Access-Control-Allow-Headers": "authorization, content-type, *"}
+            return Response(status_code=204, headers=allowed)
         is_open = scope["path"] in OPEN_PATHS
         if not is_open and not self._is_our_name(host_name(headers.get("host", ""))):
             return self.door.refuse(
@@ -187,6 +197,8 @@ class Gate:
         """Whether the browser says that another site sent the request. Following a link to us is fine; programs say
         nothing."""
         site = headers.get("sec-fetch-site")
+        if headers.get("origin") in self.origins:
+            return False
         if site == "cross-site" and headers.get("sec-fetch-mode") != "navigate":
             return True
         origin = headers.get("origin")
