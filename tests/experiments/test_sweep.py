@@ -10,7 +10,7 @@ from zero2all.common.errors import UsageError
 from zero2all.config import load_config
 from zero2all.experiments.study import LEDGER_NAME
 from zero2all.experiments.sweep import HALVING_RUNGS, Axis, budget_rungs, parse_axis
-from zero2all.experiments.sweep_report import sweep_rows, table
+from zero2all.experiments.sweep_report import findings, sweep_rows, table
 from zero2all.model.config import parameter_counts
 from zero2all.train.validate import all_rows
 
@@ -32,13 +32,24 @@ def test_an_axis_is_read(text, axis):
 
 
 VALUES = ["1e-3,,2e-3", "x1,xx", "x0,x1", "x-1,x1", "2e-3..1e-3", "0..1", "..", "1..b"]
-NO_AXIS = [*(f"{RATE}={said}" for said in VALUES), "size=0,3M", "size=x2", "size=big", RATE, "lr_max=1,2", "=1", ""]
+NAMES = "train.name=quickstart,b"  # it would go on with a run that is no trial, and delete its checkpoints
+NO_AXIS = [
+    *(f"{RATE}={said}" for said in VALUES),
+    "size=0,3M",
+    "size=x2",
+    "size=big",
+    RATE,
+    "lr_max=1,2",
+    "=1",
+    "",
+    NAMES,
+]
 
 
 @pytest.mark.parametrize("text", NO_AXIS)
 def test_what_is_no_axis_is_refused(text):
     with pytest.raises(
-        UsageError, match=r"is not understood\. Expected FIELD|got .* expected values separated by commas"
+        UsageError, match=r"is not understood\. Expected FIELD|got .* expected values separated by commas|Use --name"
     ):
         parse_axis(text)
 
@@ -115,6 +126,7 @@ def test_a_search_that_is_continued_suggests_what_it_would_have(work, sweep_of):
     plan = {"search": "tpe", "trials": 4, "overrides": ("--train.steps=4",)}
     sweep, again = sweep_of(*axes, **plan), sweep_of(*axes, **plan)
     sweep.run(lambda *_: None)
+    assert not any(RATE in line for line in findings(sweep, sweep_rows(sweep))), "the range goes on beyond its values"
     ledger = sweep.study.folder / LEDGER_NAME
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join(line for line in lines if json.loads(line)["task"] in ("s-000", "s-001")))

@@ -113,6 +113,8 @@ def parse_axis(text: str) -> Axis:
             f"factors such as optim.lr_max=x0.5,x1,x2, a range for --search such as optim.lr_max=1e-4..1e-2, or "
             f"size=3M,6M for sizes of the model."
         )
+    if name == "train.name":
+        raise UsageError("--over train.name: runs are named after the study. Use --name.")
     low, dots, high = said.partition("..")
     try:
         if dots:
@@ -129,7 +131,10 @@ def parse_axis(text: str) -> Axis:
             raise ValueError
         return axis
     except ValueError:
-        raise UsageError(f"--over {name}: got {said[:100]!r}, expected values separated by commas.") from None
+        raise UsageError(
+            f"--over {name}: got {said[:100]!r}, expected values separated by commas, numbers above 0 "
+            "after x and for size, or LOW..HIGH with LOW below HIGH."
+        ) from None
 
 
 def _split(text: str) -> list[str]:

@@ -118,6 +118,7 @@ def findings(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
         said.append(f"not significantly worse than the best: {len(equal)} of {len(done) - 1} (Holm, all pairs)")
     for place, axis in enumerate(sweep.plan.axes):
         numbers = [number for value in {row.settings[place] for row in rows} if (number := _number(value)) is not None]
+        numbers = [axis.low, axis.high, *numbers] if axis.is_range else numbers  # a search may try all of a range
         own = _number(best.settings[place])
         if axis.field != SIZE and len(numbers) > 2 and own in (min(numbers), max(numbers)):
             said.append(f"the best {axis.field} is the last value tried: try further in that direction")
