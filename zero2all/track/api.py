@@ -110,7 +110,9 @@ def study_pages(roots: Iterable[Root]) -> dict[str, Path]:
     """The reports of studies and of a speedrun beside the runs, by the name they are asked for."""
     works = [root.folder.parent if root.folder.name == "runs" else root.folder for root in roots if not root.mirror]
     pages = [path for work in works for path in sorted([*work.glob("studies/*/report.html"), work / "report.html"])]
-    return {f"{path.parent.name} ({path.parent.parent})": path for path in pages if path.is_file()}
+    return {
+        f"{path.parent.name} ({path.parent.parent})": path for path in pages if path.is_file() and not path.is_symlink()
+    }
 
 
 class _BoardApi:

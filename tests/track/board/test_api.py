@@ -311,4 +311,6 @@ def test_reports_of_studies_are_listed_and_shown_by_name_without_scripts(tmp_pat
         for name in ("../../etc/passwd", str(report), ""):
             assert client.get("/studies", params={"name": name}).status_code == 404
         report.unlink()
+        report.symlink_to("/etc/passwd")  # in a workspace of somebody else
+        assert client.get(f"/{address}").status_code == 404
         assert "no studies yet" in client.get("/studies").text
