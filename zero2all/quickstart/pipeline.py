@@ -264,8 +264,9 @@ def _own_chat(run: QuickstartRun, speedrun: Speedrun, base: LoadedModel, timer: 
     ends_at = time.monotonic() + CHAT_SHARE * max(0.0, speedrun.budget.seconds - timer.spent)
     watch = Deadline(prepared.run, prepared.config, ends_at, prepared.config.train.steps)
     summary = train(prepared.config, run.workspace, say=lambda _: None, brief=True, watch=watch)
-    kept = sum(prepared.report["kept"].values()) if isinstance(prepared.report.get("kept"), dict) else 0
-    return f"{counted(kept, 'conversation')}, {counted(summary.step, 'step')}: z2a chat {run.chat_name}"
+    return (
+        f"{counted(prepared.report['kept'], 'conversation')}, {counted(summary.step, 'step')}: z2a chat {run.chat_name}"
+    )
 
 
 def _ask(run: QuickstartRun, base: LoadedModel, row: str, name: str) -> None:
