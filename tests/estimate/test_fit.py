@@ -19,11 +19,11 @@ SETTINGS = MemorySettings(4096, 4, FOOTPRINTS["own"], passes=2)
 
 def test_every_change_that_is_named_needs_less_and_says_rightly_whether_it_fits():
     card = named_card("h200")
-    now = process_bytes(estimate_memory(MODEL, SETTINGS), SETTINGS, card)
+    now = process_bytes(estimate_memory(MODEL, SETTINGS), SETTINGS)
     assert now > card.memory_bytes
     changes = changes_that_help(MODEL, SETTINGS, card)
     for change in changes:
-        needed = process_bytes(estimate_memory(MODEL, change.settings), change.settings, card)
+        needed = process_bytes(estimate_memory(MODEL, change.settings), change.settings)
         assert needed == change.process_bytes < now
         assert change.fits == (needed <= card.memory_bytes)
     named = {change.text: change.fits for change in changes}

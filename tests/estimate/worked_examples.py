@@ -184,9 +184,7 @@ def failure() -> Found:
     found = [young_interval(60, mtbf), daly, goodput(daly, 60, 600, mtbf)]
     yield from several("save 60 s,", ("Young", "Daly", "goodput"), "1156 1116 0.853", found)
     daly = daly_interval(2, mtbf)
-    yield from several(
-        "save 2 s,", ("Daly", "goodput"), "210 0.955", [daly, goodput(daly, 2, 300, mtbf)]
-    )
+    yield from several("save 2 s,", ("Daly", "goodput"), "210 0.955", [daly, goodput(daly, 2, 300, mtbf)])
     daly = daly_interval(40, 5 * DAY)
     found = [
         daly,

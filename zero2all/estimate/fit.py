@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero2all.estimate.gpus import NCCL_BYTES, Card
+from zero2all.estimate.gpus import CONTEXT_BYTES, NCCL_BYTES, Card
 from zero2all.estimate.memory import MemoryEstimate, estimate_memory
 from zero2all.estimate.memory_settings import MemorySettings
 from zero2all.model.config import ModelConfig
@@ -41,18 +41,18 @@ class Change:
         return " ".join(f"--{name} {value}" for name, value in self.fields.items())
 
 
-def process_bytes(estimate: MemoryEstimate, settings: MemorySettings, card: Card) -> float:
-    """What a process takes of the card: reserved memory, the CUDA context, and buffers of NCCL."""
+def process_bytes(estimate: MemoryEstimate, settings: MemorySettings) -> float:
+    """What a process takes of a GPU: reserved memory, the CUDA context, and buffers of NCCL."""
     communicators = sum(
         size > 1 for size in (settings.replicate * settings.shard, settings.context, settings.tensor, settings.pipeline)
     )
-    return estimate.process_bytes(card.context_bytes) + communicators * NCCL_BYTES
+    return estimate.reserved + CONTEXT_BYTES + communicators * NCCL_BYTES
 
 
 def changes_that_help(model: ModelConfig, settings: MemorySettings, card: Card, ranks: int = 8) -> list[Change]:
     """The changes that need less memory than the settings do, cheapest first; those alone, and the first pair of cheap
     ones where none is enough alone. `ranks`: processes to assume for ZeRO where the run has one."""
-    now = process_bytes(estimate_memory(model, settings), settings, card)
+    now = process_bytes(estimate_memory(model, settings), settings)
     tried = [_tried(change, model, card) for change in _changes(settings, ranks)]
     useful = [change for change in tried if change.process_bytes < now]
     if not any(change.fits for change in useful):
@@ -74,7 +74,7 @@ def changes_that_help(model: ModelConfig, settings: MemorySettings, card: Card, 
 
 def _tried(change: Change, model: ModelConfig, card: Card) -> Change:
     estimate = estimate_memory(model, change.settings)
-    needed = process_bytes(estimate, change.settings, card)
+    needed = process_bytes(estimate, change.settings)
     return replace(change, process_bytes=needed, host_bytes=estimate.host, fits=needed <= card.memory_bytes)
 
 

@@ -114,11 +114,6 @@ class Card:
         """See `cublas_workspace`."""
         return cublas_workspace(self.generation)
 
-    @property
-    def context_bytes(self) -> float:
-        """What a process takes beside torch's memory."""
-        return CONTEXT_BYTES
-
 
 def cublas_workspace(generation: int) -> float:
     """Bytes that torch allocates for cuBLAS: one workspace for the thread of the forward pass, one for that of the

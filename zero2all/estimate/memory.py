@@ -20,7 +20,7 @@ During a step: what each block saves for the backward pass, times the tokens of 
 it in the worst phase of the step (`estimate.pass_memory`). Peak = what is there all the time + the worst phase.
 
 `MemoryEstimate.total` is what torch counts as allocated: also ids, tables of positions and cuBLAS workspaces. The
-process needs more: what torch's allocator reserves without using it, and the CUDA context (`process_bytes`).
+process needs more: what torch's allocator reserves without using it, and the CUDA context (`fit.process_bytes`).
 
 With torch.compile the compiler decides what is saved, mostly less than this. Passes in a CUDA graph
 (`zero2all.train.cuda_graph`) have workspaces of their own, and keep their memory reserved between steps.
@@ -91,10 +91,6 @@ class MemoryEstimate:
         """Bytes that torch's allocator takes from the driver. The large flat buffers fit their segments; what comes and
         goes in a step leaves gaps. A margin, not a measurement: see RESERVED_MARGIN."""
         return self.persistent + RESERVED_MARGIN * self.worst.bytes + SMALL_SEGMENTS
-
-    def process_bytes(self, context_bytes: float) -> float:
-        """What the process takes of a GPU whose CUDA context, with its kernels, has `context_bytes`."""
-        return self.reserved + context_bytes
 
     @property
     def total(self) -> float:
@@ -225,10 +221,8 @@ def _weights(model: ModelConfig, settings: MemorySettings) -> MemoryPart:
         width = width if settings.optimizer == "adamw_bf16" else 0
         note = _shared("bfloat16, no masters", settings.shard)
         return MemoryPart("weights", width * total / settings.shard, note)
-    if _master_bytes(settings) > 0:
-        note = f"{settings.precision}, for the forward pass"
-    else:
-        note = f"{settings.precision}, no masters"
+    has_masters = _master_bytes(settings) > 0
+    note = f"{settings.precision}, for the forward pass" if has_masters else f"{settings.precision}, no masters"
     return MemoryPart("weights", float(width * total), note)
 
 

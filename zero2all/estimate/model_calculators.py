@@ -18,6 +18,7 @@ from zero2all.estimate.floors import decoding_bytes, least_seconds, matmul_bytes
 from zero2all.estimate.flops import CONVENTIONS, conventions, flops_by_group
 from zero2all.estimate.gpus import GPUS, Gpu
 from zero2all.estimate.parameters import Counted
+from zero2all.model.config import ModelConfig
 
 PREFIXED = {"FLOP", "FLOP/s", "FLOP/token", "MAC/token"}
 """Units that take a decimal prefix: 51.5 GFLOP."""
@@ -215,7 +216,7 @@ def flops(
                 terms.append(Term(f"hardware, {kind} recompute", executed, "FLOP/token", how))
     notes = lacking(model, seq_len)
     if model.config is not None and seq_len:
-        terms += _groups(model, tokens or model.step_tokens or USUAL_STEP * seq_len, seq_len, gpu)
+        terms += _groups(model.config, tokens or model.step_tokens or USUAL_STEP * seq_len, seq_len, gpu)
         notes.append(
             "torch's FlopCounterMode counts `palm` x tokens with plain operators: every matmul, no norms, the masked "
             "half of attention too. Flash attention's backward executes 5 matmuls beside 2 forward, so kernel "
@@ -224,10 +225,8 @@ def flops(
     return CalculatorAnswer(f"FLOPs of {model.name}, seq_len {seq_len or '?'}", CONVENTION, terms, notes)
 
 
-def _groups(model: Counted, tokens: int, seq_len: int, gpu: Gpu | None) -> list[Term]:
-    if model.config is None:
-        return []
-    groups = flops_by_group(model.config, tokens, seq_len)
+def _groups(model: ModelConfig, tokens: int, seq_len: int, gpu: Gpu | None) -> list[Term]:
+    groups = flops_by_group(model, tokens, seq_len)
     whole = sum(group.flops for group in groups.values())
     terms = [
         Term(f"{name}, {tokens:,} tokens", group.flops, "FLOP", f"{group.flops / whole:.3%} of the FLOPs")

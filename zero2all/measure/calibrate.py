@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import torch
 
 from zero2all.common.errors import BadInputError, is_out_of_memory
@@ -145,8 +146,10 @@ def _measure_all(
             continue
         store.add(figure.name, _one(figure, watch))
         measured += 1
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < LEAST_FREE * _memory_bytes(device):
-            torch.cuda.empty_cache()
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            if free < LEAST_FREE * total:
+                torch.cuda.empty_cache()
         if time.perf_counter() - said > 10:
             said = time.perf_counter()
             say(f"calibrate: {measured} figures, {human_seconds(said - started)}: {figure.name}")
@@ -211,15 +214,10 @@ def other_settings(setting: Setting) -> Iterator[Setting]:
 
 def _overhead(device: torch.device) -> dict[str, float]:
     """Bytes that the context takes, and the workspaces of libraries, which lie in torch's memory."""
-    total, free = _memory_bytes(device), torch.cuda.mem_get_info(device)[0]
-    own = torch.cuda.memory_reserved(device)
+    (free, total), own = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
     heater = 3 * HEATER_SIDE**2 * 2 + 2 * HEATER_BYTES
     workspace = torch.cuda.memory_allocated(device) - heater
     return {"cuda_context": float(max(0, total - free - own)), "workspace": float(max(0, workspace))}
-
-
-def _memory_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[1]
 
 
 class FigureStore:
@@ -267,7 +265,7 @@ def machine_of(
         name=key["device"],
         key=dict(key),
         source="measured",
-        memory_bytes=float(_memory_bytes(device)) if is_gpu else _host_memory(),
+        memory_bytes=float(torch.cuda.mem_get_info(device)[1] if is_gpu else psutil.virtual_memory().total),
         peak_flops=peaks,
         stream_bytes_per_second=good["stream"]["bytes_per_second"],
         launch_seconds=launch["launch_seconds"],
@@ -314,11 +312,7 @@ def _chosen(figures: Figures, group: str, by: str) -> Figures:
     ours = {name: value for name, value in figures.items() if name.startswith(f"{group}/")}
     alike = {name: value for name, value in ours.items() if name.split("/")[place] in (by, "-")}
     has_own = any(name.split("/")[place] == by for name in alike)
-    return alike if has_own or not _depends(ours, place) else ours
-
-
-def _depends(figures: Figures, place: int) -> bool:
-    return any(name.split("/")[place] != "-" for name in figures)
+    return alike if has_own or all(name.split("/")[place] == "-" for name in ours) else ours
 
 
 def _attention(figures: Figures, taken: Mapping[str, str], factor: float) -> Iterator[AttentionTime]:
@@ -368,12 +362,6 @@ def curve(points: Any) -> TimeCurve:
         else:
             merged.append([point])
     return TimeCurve(tuple((group[0][0], sum(seconds for _, seconds in group) / len(group)) for group in merged))
-
-
-def _host_memory() -> float:
-    import psutil
-
-    return float(psutil.virtual_memory().total)
 
 
 def machine_for(machine: Machine, path: Path, taken: Mapping[str, str], device: torch.device) -> Machine:

@@ -63,9 +63,8 @@ class RunRecord:
 
     def events(self, *kinds: str) -> list[Event]:
         """Events of training of these kinds, in order of time."""
-        return sorted(
-            (e for e in self.reader.events() if e.kind in kinds and e.writer == "train"), key=lambda e: e.time
-        )
+        found = (event for event in self.reader.events() if event.kind in kinds and event.writer == "train")
+        return sorted(found, key=lambda event: event.time)
 
     @cached_property
     def step_seconds(self) -> Series:
@@ -123,11 +122,11 @@ class RunRecord:
             return None
         return self.speed.value * self.flops[convention] / (self.peak * self.processes)
 
-    def memory(self, name: str, largest: bool = True) -> float | None:
-        """The largest, or the median, of `memory/<name>` in bytes."""
+    def memory(self, name: str) -> float | None:
+        """The largest of `memory/<name>` in bytes."""
         values = self.reader.series(f"memory/{name}").value
         values = values[np.isfinite(values)]
-        return None if not len(values) else float(values.max() if largest else np.median(values))
+        return float(values.max()) if len(values) else None
 
     @property
     def padding_share(self) -> float | None:
@@ -246,11 +245,10 @@ class Explanation:
 
 def explain(record: RunRecord) -> Explanation:
     """Judge a run."""
-    findings = [*_waiting(record), *_pauses(record), *_interruptions(record), *_uneven(record), *_memory(record)]
-    findings += _padding(record)
-    return Explanation(
-        record, limit_of(record), sorted(findings, key=lambda finding: (not finding.is_urgent, -finding.share))
-    )
+    looks = (_waiting, _pauses, _interruptions, _uneven, _memory, _padding)
+    findings = [finding for look in looks for finding in look(record)]
+    findings.sort(key=lambda finding: (not finding.is_urgent, -finding.share))
+    return Explanation(record, limit_of(record), findings)
 
 
 def limit_of(record: RunRecord) -> str:
@@ -403,9 +401,8 @@ def _uneven(record: RunRecord) -> Iterator[RunFinding]:
                 f"{len(slow)} of {len(seconds)} steps took more than {OUTLIER} x the median of {1e3 * median:.4g} ms"
             )
             worth = f"{share:.1%} of the time of steps (what they took beyond the median)"
-            yield RunFinding(
-                "single slow steps", evidence, "find what disturbs: other jobs, disk, stragglers", worth, share
-            )
+            change = "find what disturbs: other jobs, disk, stragglers"
+            yield RunFinding("single slow steps", evidence, change, worth, share)
 
 
 def _memory(record: RunRecord) -> Iterator[RunFinding]:
@@ -442,13 +439,9 @@ def _recomputed_share(record: RunRecord) -> float:
 def _padding(record: RunRecord) -> Iterator[RunFinding]:
     share = record.padding_share
     if share is not None and share >= 0.02:
-        yield RunFinding(
-            "padding",
-            f"{share:.1%} of the token slots of the packed rows are padding",
-            "data.packing concat, or a longer data.seq_len",
-            f"at most {share:.1%} more tokens that count per second",
-            share,
-        )
+        evidence = f"{share:.1%} of the token slots of the packed rows are padding"
+        worth = f"at most {share:.1%} more tokens that count per second"
+        yield RunFinding("padding", evidence, "data.packing concat, or a longer data.seq_len", worth, share)
 
 
 def as_json(explanation: Explanation) -> dict[str, Any]:

@@ -99,11 +99,6 @@ def settled(figure: Mapping[str, Any]) -> float:
     return float(figure["seconds"] * figure.get("clock", 1.0))
 
 
-def seconds(watch: Stopwatch, make: Callable[[], Call]) -> dict[str, Any]:
-    """The times of what `make` prepares."""
-    return asdict(watch.time(make()))
-
-
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +120,7 @@ def product_figure(shape: Product, dtype: str, linear: str, device: torch.device
         make = partial(float8_product, *shape, device)
     else:
         make = partial(product, shape, DTYPES[dtype], linear, device)
-    return FigureToMeasure(product_name(*shape, dtype, linear), lambda watch: seconds(watch, make))
+    return FigureToMeasure(product_name(*shape, dtype, linear), lambda watch: asdict(watch.time(make())))
 
 
 def product_name(kind: Kind, m: int, n: int, k: int, dtype: str, linear: str) -> str:
@@ -372,12 +367,12 @@ def _feed_forward(setting: Setting, inner: int, tokens: int) -> tuple[Call, Call
     def call(function: Function, given: list[Tensor]) -> tuple[Tensor, ...]:
         return (function(given[0], (given[1], None), (given[2], None)),)
 
-    return _with_sinks(setting.ops.feed_forward, Case(inputs, call), setting.dtype, weights=2)
+    return forward_and_both(setting.ops.feed_forward, Case(inputs, call), setting.dtype, weights=2)
 
 
 def _head_and_loss(setting: Setting, samples: int, length: int) -> tuple[Call, Call]:
     case = make_case("linear_cross_entropy", setting.model, samples, length, setting.device)
-    return _with_sinks(setting.ops.linear_cross_entropy, case, setting.dtype, weights=1)
+    return forward_and_both(setting.ops.linear_cross_entropy, case, setting.dtype, weights=1)
 
 
 def _moe(setting: Setting, tokens: int) -> tuple[Call, Call]:
@@ -396,22 +391,6 @@ def _moe(setting: Setting, tokens: int) -> tuple[Call, Call]:
         x.grad = None
 
     return lambda: block(x), both
-
-
-def _with_sinks(function: Function, case: Case, dtype: torch.dtype, weights: int) -> tuple[Call, Call]:
-    """Forward, and forward and backward, with gradients of the last inputs added to float32 buffers, as in a run."""
-    inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
-    case.inputs.clear()
-    for weight in inputs[-weights:]:
-        gather_into_main(weight)
-    directions = [torch.randn_like(output) for output in case.call(function, inputs)]
-
-    def both() -> None:
-        torch.autograd.backward(case.call(function, inputs), directions)
-        for value in inputs:
-            value.grad = None
-
-    return lambda: case.call(function, inputs), both
 
 
 def attention_figure(

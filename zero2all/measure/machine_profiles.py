@@ -8,7 +8,6 @@ Profiles belong to a user, not to a workspace: they lie in ~/.cache/zero2all/pro
 from __future__ import annotations
 
 import os
-import platform
 import re
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from zero2all.common.manifest import fingerprint
 from zero2all.estimate.machine import Machine, named_cluster, read_machine
 from zero2all.measure.clock import device_name
 from zero2all.measure.doctor.finding import output_of
+from zero2all.measure.doctor.host import processor
 from zero2all.parallel.device import pick_device
 
 FOLDER_VARIABLE = "Z2A_PROFILES"
@@ -38,7 +38,7 @@ def profile_key(device: torch.device) -> dict[str, str]:
     """What a profile of this device depends on."""
     key = {"device": device_name(device), "torch": str(torch.__version__), "zero2all": zero2all.__version__}
     if device.type != "cuda":
-        return {**key, "device": _processor(), "threads": str(torch.get_num_threads())}
+        return {**key, "device": processor(), "threads": str(torch.get_num_threads())}
     identity = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
     key |= {"uuid": identity, "cuda": str(torch.version.cuda)}
     query = f"--query-gpu={','.join(SMI_FIELDS.values())}"
@@ -102,13 +102,3 @@ def profile_from(path: Path, device: torch.device | None) -> Machine:
     if here is not None and machine.key and (changes := stale_because(machine.key, here)):
         raise BadInputError(f"{path} is not of this machine: {'; '.join(changes)}. Measure it: `z2a perf calibrate`.")
     return machine
-
-
-def _processor() -> str:
-    """The name of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

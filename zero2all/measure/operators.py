@@ -146,14 +146,15 @@ def make_case(name: str, config: ModelConfig, B: int, T: int, device: torch.devi
 
 
 def forward_and_both(
-    function: Function, case: Case, dtype: torch.dtype
+    function: Function, case: Case, dtype: torch.dtype, weights: int | None = None
 ) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """What runs the forward pass of a case, and what runs forward and backward; the case gives its inputs away."""
+    """What runs the forward pass of a case, and what runs forward and backward; the case gives its inputs away.
+    `weights`: so many of the last inputs gather their gradients in float32; None: as the case says, none in float32."""
     inputs = [value.to(dtype).requires_grad_() for value in case.inputs]
     case.inputs.clear()
-    gathers = case.gathers_into_main and dtype != torch.float32
-    if gathers:
-        gather_into_main(inputs[-1])
+    gathers = int(case.gathers_into_main and dtype != torch.float32) if weights is None else weights
+    for weight in inputs[len(inputs) - gathers :]:
+        gather_into_main(weight)
     outputs = case.call(function, inputs)
     directions = [torch.randn_like(output) for output in outputs]
     del outputs

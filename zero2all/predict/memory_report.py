@@ -15,7 +15,7 @@ import torch
 from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
 from zero2all.estimate.fit import Change, changes_that_help, process_bytes
-from zero2all.estimate.gpus import GIB, NCCL_BYTES, Card
+from zero2all.estimate.gpus import CONTEXT_BYTES, GIB, NCCL_BYTES, Card
 from zero2all.estimate.memory import MemoryEstimate, MemorySettings, binary_size, estimate_memory
 from zero2all.ops.registry import TAKEN_ON_A_GPU, Ops, assume_gpu, resolve
 from zero2all.packed.loader import rank_rows
@@ -42,7 +42,7 @@ class MemoryReport:
     @property
     def process_bytes(self) -> float:
         """What the process takes of the card."""
-        return process_bytes(self.estimate, self.settings, self.card)
+        return process_bytes(self.estimate, self.settings)
 
     @property
     def fits(self) -> bool:
@@ -52,11 +52,11 @@ class MemoryReport:
     @property
     def outside(self) -> list[tuple[str, float, str]]:
         """Bytes that the process takes beyond torch's allocated peak."""
-        estimate, context = self.estimate, self.card.context_bytes
-        nccl = self.process_bytes - estimate.process_bytes(context)
+        estimate = self.estimate
+        nccl = self.process_bytes - estimate.reserved - CONTEXT_BYTES
         rows = [
             ("reserved, unused", estimate.reserved - estimate.total, "a margin for gaps between tensors, not measured"),
-            ("CUDA context", context, "with the kernels of a run, assumed"),
+            ("CUDA context", CONTEXT_BYTES, "with the kernels of a run, assumed"),
         ]
         return [*rows, ("NCCL", nccl, f"{nccl / NCCL_BYTES:.0f} communicators")] if nccl else rows
 
@@ -84,7 +84,7 @@ def memory_report(source: str, overrides: list[str], card: Card | None, ranks: i
     rows = rank_rows(config.samples_per_step, *config.batch_place(0, sizes.replicate * sizes.shard))[2]
     if asked == "auto":
         candidates = pass_sizes(rows)
-        fitting = [number for number in candidates if _fits(*of_stages(number), card)]
+        fitting = [number for number in candidates if process_bytes(*of_stages(number)) <= card.memory_bytes]
         samples = fitting[-1] if fitting else candidates[0]
         notes.append(f"train.micro_batch_samples is auto: the largest that fits, {samples} of {rows} samples")
     else:
@@ -92,10 +92,6 @@ def memory_report(source: str, overrides: list[str], card: Card | None, ranks: i
     estimate, settings = of_stages(samples)
     changes = changes_that_help(config.model, settings, card)
     return MemoryReport(config, ranks, card, ops.taken, settings, estimate, notes, changes)
-
-
-def _fits(estimate: MemoryEstimate, settings: MemorySettings, card: Card) -> bool:
-    return process_bytes(estimate, settings, card) <= card.memory_bytes
 
 
 def card_here() -> Card:

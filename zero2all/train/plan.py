@@ -154,7 +154,7 @@ def make_plan(
         predict_bubble(config, sizes, settings[0].passes),
         named.name if is_assumed else device.type,
         card,
-        max(process_bytes(*pair, named) for pair in zip(memory, settings, strict=True)),
+        max(process_bytes(*pair) for pair in zip(memory, settings, strict=True)),
     )
 
 

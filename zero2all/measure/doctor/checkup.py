@@ -39,21 +39,15 @@ def check_machine(work: Path, seconds: float = SECONDS, quiet: bool = False) -> 
         bar.advance(1, note="gpu")
         links = take("links", lambda: look_at_links(report))
         asked = TorchFacts()  # after nvidia-smi, which would count its memory
-        others = [
-            take(name, look)
-            for name, look in (
-                ("cpu", host.look_at_cpu),
-                ("memory", host.look_at_memory),
-                ("limits", host.look_at_limits),
-                ("network", host.look_at_network),
-            )
-        ]
+        looks = {"cpu": host.look_at_cpu, "memory": host.look_at_memory}
+        looks |= {"limits": host.look_at_limits, "network": host.look_at_network}
+        others = [finding for name, look in looks.items() for finding in take(name, look)]
         environment = take("environment", look_at_environment)
         bar.advance(0, note="torch and kernels")
         facts, problem = asked.collect(until)
         software = [*look_at_versions(facts, problem, report), *look_at_kernels(facts)]
         bar.advance(1, note="torch and kernels")
-    return [*gpus, *links, *(found for part in others for found in part), *disk, *software, *environment]
+    return [*gpus, *links, *others, *disk, *software, *environment]
 
 
 def check_ranks() -> Verdict:

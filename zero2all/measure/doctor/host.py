@@ -21,6 +21,7 @@ from zero2all.parallel.network import fast_ports
 
 CPU, MEMORY, LIMITS, DISK, NETWORK = map(Area, ("cpu", "memory", "limits", "disk", "network"))
 SYS, PROC = Path("/sys"), Path("/proc")
+ULIMITS = ("nofile", "nproc", "memlock", "as", "fsize")
 SMALL_SHM = 1 << 30
 FEW_FILES = 4096
 LITTLE_DISK, TOO_LITTLE_DISK = 20 << 30, 1 << 30
@@ -29,12 +30,16 @@ SLOW_DISK = 100e6  # bytes/s
 NETWORK_DISKS = ("nfs", "nfs4", "cifs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p")
 
 
+def processor() -> str:
+    """The name of the CPU."""
+    model = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo"), re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
+
+
 def look_at_cpu() -> Iterator[DoctorFinding]:
     """Cores that may be used, what else uses them, and the memory nodes."""
-    allowed = len(allowed_cpus())
-    model = re.search(r"^model name\s*:\s*(.+)$", read(PROC / "cpuinfo"), re.MULTILINE)
-    quota = quota_cores()
-    found = f"{model[1] if model else platform.machine()}: {allowed} of {os.cpu_count()} CPUs may be used"
+    allowed, quota = len(allowed_cpus()), quota_cores()
+    found = f"{processor()}: {allowed} of {os.cpu_count()} CPUs may be used"
     if quota is not None and quota < allowed - 0.01:
         why = "More threads than that are stopped for a part of every 100 ms, all together."
         advice = f"Set --parallel.cpu_threads {max(1, int(quota))}, or raise the container's CPU limit."
@@ -97,11 +102,8 @@ def look_at_memory() -> Iterator[DoctorFinding]:
 
 def look_at_limits() -> Iterator[DoctorFinding]:
     """`ulimit`: what this process may take."""
-    names = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "memlock": "RLIMIT_MEMLOCK", "as": "RLIMIT_AS"}
-    names["fsize"] = "RLIMIT_FSIZE"
-    limits = {
-        name: resource.getrlimit(getattr(resource, key))[0] for name, key in names.items() if hasattr(resource, key)
-    }
+    kinds = {name: getattr(resource, f"RLIMIT_{name.upper()}", None) for name in ULIMITS}
+    limits = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items() if kind is not None}
     endless = resource.RLIM_INFINITY
     shown = ", ".join(f"{name} {'unlimited' if value == endless else value}" for name, value in limits.items())
     yield LIMITS.ok(f"ulimits: {shown}")
@@ -207,22 +209,17 @@ def look_at_network() -> Iterator[DoctorFinding]:
         if card.name == "lo" or read(card / "operstate") == "down":
             continue
         with suppress(ValueError):
-            speed = int(read(card / "speed") or -1)
-            shown.append((card.name, speed))
-    listed = ", ".join(
-        f"{name} {f'{speed / 1000:g} Gbit/s' if speed > 0 else t('(speed unknown)')}" for name, speed in shown
-    )
+            shown.append((card.name, int(read(card / "speed") or -1)))
+    rates = (f"{speed / 1000:g} Gbit/s" if speed > 0 else t("(speed unknown)") for _, speed in shown)
+    listed = ", ".join(f"{name} {rate}" for (name, _), rate in zip(shown, rates, strict=True))
     yield NETWORK.ok(f"interfaces: {listed}" if listed else "no network interface but the loopback")
     ports = fast_ports(SYS)
     for port in ports:
         if port.is_active:
             yield NETWORK.ok(f"InfiniBand or RoCE port {port.name}: {port.rate}")
         else:
-            found, why = (
-                f"port {port.name} is {port.state}",
-                "NCCL uses the other ports only, or TCP, which is many times slower.",
-            )
-            yield NETWORK.warning(found, why, "Check cable, switch and subnet manager.")
+            why = "NCCL uses the other ports only, or TCP, which is many times slower."
+            yield NETWORK.warning(f"port {port.name} is {port.state}", why, "Check cable, switch and subnet manager.")
     fastest = max((speed for _, speed in shown), default=-1)
     if not ports and 0 < fastest <= 10_000:
         seconds = 2e9 / (fastest * 125e3)  # each of two ranks sends 2 (n - 1) / n = 1 time the bytes

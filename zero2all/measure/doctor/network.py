@@ -61,12 +61,9 @@ def _links() -> Iterator[DoctorFinding]:
         return
     yield from grade_topology(topology)
     if any(not link.startswith("NV") for link in topology.between_gpus().values()):
-        found, why = (
-            "some pairs of GPUs have no NVLink",
-            "Where P2P is missing, NCCL goes through shared memory by itself.",
-        )
+        why = "Where P2P is missing, NCCL goes through shared memory by itself."
         advice = "Only if the first collective hangs (IOMMU, ACS): `export NCCL_P2P_DISABLE=1`."
-        yield VARIABLES.note(found, why, advice)
+        yield VARIABLES.note("some pairs of GPUs have no NVLink", why, advice)
 
 
 def split_address(text: str) -> tuple[str, int]:
