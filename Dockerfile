@@ -10,17 +10,18 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv python3-dev gcc g++ libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
-# A virtual environment, because the presets are installed below its prefix (share/zero2all/configs).
+# A virtual environment, because pip may not change the system's Python.
 RUN python3 -m venv /opt/zero2all
 ENV PATH=/opt/zero2all/bin:$PATH
 
-# requirements.lock is used as constraints, so only what is needed gets installed. It does not pin the fused packages,
-# fa4 and liger: FlashAttention 4, QuACK and Liger's kernels.
+# The wheel is what `pip wheel .` makes anywhere. requirements.lock is used as constraints, so only what is needed gets
+# installed. It does not pin the fused packages, fa4 and liger: FlashAttention 4, QuACK and Liger's kernels.
 WORKDIR /build
 COPY pyproject.toml requirements.lock README.md LICENSE ./
 COPY configs configs
 COPY zero2all zero2all
-RUN pip install --no-cache-dir --constraint requirements.lock ".[fa4,liger]" \
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir dist . \
+    && pip install --no-cache-dir --constraint requirements.lock "$(ls dist/zero2all-*.whl)[fa4,liger]" \
     && rm -rf /build/*
 
 # Nothing in the container needs root. /workspace is where a folder of yours is mounted.
