@@ -20,11 +20,12 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.workspace import Workspace
 from zero2all.exchange import import_folder
-from zero2all.gguf import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, _cuts, _pre_tokenizer, export_gguf, import_gguf
+from zero2all.gguf import CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, _pre_tokenizer, export_gguf, import_gguf
 from zero2all.infer.load import LoadedModel, load_run
 from zero2all.model.config import ModelConfig, MoeConfig, RopeScaling
 from zero2all.tokenizer import load_tokenizer, train_tokenizer
 from zero2all.tokenizer.config import ISOLATED_HAN_PATTERN
+from zero2all.tokenizer.hf_bbpe import pretokens
 
 gguf = pytest.importorskip("gguf")
 
@@ -169,7 +170,7 @@ def test_llama_cpps_regular_expressions_cut_as_ours():
         theirs = {**_pre_tokenizer("x"), "pretokenizers": [*_pre_tokenizer("x")["pretokenizers"]]}
         theirs["pretokenizers"][0] = {**theirs["pretokenizers"][0], "pattern": {"Regex": LLAMA_CPP[name]}}
         for text in texts:
-            assert _cuts(_pre_tokenizer(pattern), text) == _cuts(theirs, text), (name, text)
+            assert pretokens(_pre_tokenizer(pattern), text) == pretokens(theirs, text), (name, text)
 
 
 def changed(folder, tmp_path, **values):

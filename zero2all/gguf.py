@@ -39,6 +39,7 @@ from zero2all.model.rope import rope_frequencies
 from zero2all.tokenizer.chat import USUAL_NAMES, own_template
 from zero2all.tokenizer.config import PRETOKEN_PATTERN
 from zero2all.tokenizer.foreign import CL100K_PATTERN
+from zero2all.tokenizer.hf_bbpe import pretokens
 from zero2all.tokenizer.load import Tokenizer
 from zero2all.tokenizer.save import (
     CHAT_TEMPLATE_NAME,
@@ -55,7 +56,6 @@ FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}
 FETCH_AGAIN = "Download the file again, or import the Hugging Face folder of the model."
 ARCHITECTURES = {"llama": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 """Hugging Face's model_type -> llama.cpp's architecture."""
-LARGEST_FLOAT16 = 65504.0
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Kinds of tokens; llama.cpp finds user-defined ones in every text, control tokens only where it is told to."""
 
@@ -129,8 +129,8 @@ def export_gguf(loaded: LoadedModel, tokenizer_folder: Path, target: Path, kind:
         for name, tensors in parts.items():
             tensor = torch.stack(tensors) if "_exps." in name else tensors[0]
             tensor = _permuted(tensor.detach().float().cpu(), name.split(".")[-2], hf_config, (2, -1))
-            if types[name].name == "F16" and tensor.abs().max() > LARGEST_FLOAT16:
-                raise BadInputError(f"{name} has values above {LARGEST_FLOAT16:g}, the most of f16. Use --type bf16.")
+            if types[name].name == "F16" and tensor.abs().max() > 65504:
+                raise BadInputError(f"{name} has values above 65504, the most of f16. Use --type bf16.")
             values = library.quants.quantize(tensor.contiguous().numpy(), types[name])
             writer.write_tensor_data(values.view(np.uint8))
         writer.close()
@@ -261,7 +261,6 @@ def _tokenizer_fields(tokenizer: Tokenizer, folder: Path, rows: int) -> dict[str
     names |= {number: control for control, number in tokenizer.control.items()}
     kinds = dict.fromkeys(names, NORMAL) | dict.fromkeys(added, USER_DEFINED)
     kinds |= dict.fromkeys(tokenizer.control_ids, CONTROL)
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in source["model"]["merges"]]
     opening = _opening(tokenizer)
     usual = (tokenizer.control_roles.get("message_end", ""), *USUAL_NAMES["message_end"])
     turn_ends = [tokenizer.control[end] for end in usual if end in tokenizer.control]
@@ -271,7 +270,7 @@ def _tokenizer_fields(tokenizer: Tokenizer, folder: Path, rows: int) -> dict[str
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": [names.get(number, f"[PAD{number}]") for number in range(rows)],
         "tokenizer.ggml.token_type": [kinds.get(number, UNUSED) for number in range(rows)],
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in source["model"]["merges"]],
         "tokenizer.ggml.eos_token_id": tokenizer.end_id,
         "tokenizer.ggml.add_bos_token": opening is not None,
     }
@@ -319,7 +318,7 @@ def _pre_tokenizer_name(source: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     for name, (pattern, is_whole) in PRE_TOKENIZERS.items():
         if plain == _pre_tokenizer(pattern) and is_whole == bool(model.get("ignore_merges")):
             return name
-    cuts = ((text, _cuts(cutting, text), _cuts(_pre_tokenizer(PRETOKEN_PATTERN), text)) for text in PROBES)
+    cuts = ((text, pretokens(cutting, text), pretokens(_pre_tokenizer(PRETOKEN_PATTERN), text)) for text in PROBES)
     first = next((f": {text!r} is {ours} here, {theirs} in qwen2" for text, ours, theirs in cuts if ours != theirs), "")
     raise BadInputError(
         f"llama.cpp has no pre-tokenizer that cuts text as this tokenizer does{first}. Export it with --to hf, or "
@@ -333,14 +332,6 @@ def _pre_tokenizer(pattern: str) -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": is_own}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return byte_level if is_own else {"type": "Sequence", "pretokenizers": [split, byte_level]}
-
-
-def _cuts(pre_tokenizer: Any, text: str) -> list[str]:
-    """The pretokens of a text."""
-    from tokenizers import Tokenizer as Backend
-
-    backend = Backend.from_str(json.dumps(assembled_json(None, pre_tokenizer, None, bpe_model({}, []))))
-    return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _hf_config(fields: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import progress
 from zero2all.tokenizer.config import PATTERNS, PRETOKEN_PATTERN, TokenizerConfig
-from zero2all.tokenizer.save import NORMALIZERS, vocabulary_of
+from zero2all.tokenizer.save import NORMALIZERS, assembled_json, bpe_model, vocabulary_of
 from zero2all.tokenizer.text import CountedText
 
 
@@ -66,6 +66,15 @@ def pattern_of(asked: str | None, known: Mapping[str, str] = PATTERNS) -> Any:
         raise UsageError(
             f"--pattern {asked!r} is neither a name ({', '.join(known)}) nor a regular expression ({error})."
         ) from error
+
+
+def pretokens(pre_tokenizer: dict[str, Any], text: str) -> list[str]:
+    """What the `pre_tokenizer` of a tokenizer.json cuts a text into."""
+    from tokenizers import Tokenizer
+
+    whole = assembled_json(None, pre_tokenizer, None, bpe_model({}, []))
+    backend = Tokenizer.from_str(jsonio.dumps_line(whole).decode())
+    return [text[start:end] for _, (start, end) in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 @contextmanager
