@@ -12,7 +12,7 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.evals import probes as probing
 from zero2all.evals.options import OWN_PAIRS, OWN_PROBES
-from zero2all.evals.probes import ProbeResult, ProbeResults, compare_pairs, run_probes, summarize
+from zero2all.evals.probes import Answers, ProbeResult, compare_pairs, run_probes, summarize
 from zero2all.evals.question_files import MAX_FOILS, Pair, Probe, read_pairs, read_probes
 from zero2all.evals.report import _probe_line
 from zero2all.infer.engine import Engine
@@ -69,7 +69,7 @@ def test_wordings_of_one_question_are_one_sample_with_their_range():
         each = result("zh", "capital", False)
         probe = dataclasses.replace(each.probe, question=question)
         results.append(dataclasses.replace(each, probe=probe, share_among_foils=share))
-    found = summarize(ProbeResults(results, {}))
+    found = summarize(Answers(results, {}))
     assert (found["questions"], found["probes"]) == (2, 4)
     assert found["share_among_foils"] == pytest.approx(0.5)
     assert found["share_range_of_wordings"] == pytest.approx(0.35)
@@ -89,12 +89,12 @@ def test_there_is_no_share_where_there_are_no_foils(trained):
     (result,) = run_probes(Engine(trained), [BEIJING]).results
     assert 0 < result.probability <= 1
     assert result.share_among_foils is None
-    alone = summarize(ProbeResults([result], {}))["channels"]["zh"]
+    alone = summarize(Answers([result], {}))["channels"]["zh"]
     assert "share_among_foils" not in {**alone, **alone["groups"]["capital"]}
     assert "capital" in _probe_line("capital", alone)
     probe = dataclasses.replace(BEIJING, id="2", foils=["巴黎"])
     with_foils = dataclasses.replace(result, probe=probe, share_among_foils=0.5)
-    assert summarize(ProbeResults([result, with_foils], {}))["share_among_foils"] == 0.5
+    assert summarize(Answers([result, with_foils], {}))["share_among_foils"] == 0.5
 
 
 GOOD_LINE = json.dumps(dataclasses.asdict(ROMAN))
@@ -144,7 +144,7 @@ def result(channel, family, correct, new_wording=False):
 def test_arithmetic_and_new_wordings_are_shown_but_not_part_of_the_mean():
     asked = [("zh", "capital", True), ("zh", "capital", False), ("zh", "arithmetic", False)]
     asked += [("zh", "capital", False, True), ("en", "day", True), ("en", "arithmetic", False)]
-    summary = summarize(ProbeResults([result(*each) for each in asked], {}))
+    summary = summarize(Answers([result(*each) for each in asked], {}))
     assert (summary["accuracy"], summary["probes"]) == (pytest.approx(2 / 3), 3)
     assert summary["probability"] == pytest.approx(1 / 3)
     zh, en = summary["channels"]["zh"], summary["channels"]["en"]
@@ -152,7 +152,7 @@ def test_arithmetic_and_new_wordings_are_shown_but_not_part_of_the_mean():
     groups = {name: (group["accuracy"], group["probes"]) for name, group in zh["groups"].items()}
     assert groups == {"arithmetic": (0.0, 1), "capital": (0.5, 2), "capital (new wording)": (0.0, 1)}
     assert (en["accuracy"], en["probes"]) == (1.0, 1)
-    alone = summarize(ProbeResults([result("zh", "arithmetic", True)], {}))  # nothing that counts: groups, but no mean
+    alone = summarize(Answers([result("zh", "arithmetic", True)], {}))  # nothing that counts: groups, but no mean
     assert "accuracy" not in {**alone, **alone["channels"]["zh"]}
     assert alone["channels"]["zh"]["groups"]["arithmetic"]["accuracy"] == 1.0
 
@@ -280,7 +280,7 @@ def test_a_pair_is_told_apart_by_the_sentence_and_by_its_bytes():
     pair = Pair(id="1", channel="en", kind="k", right="abcdefgh", wrong="abcd")
     longer, even, told = (probing.PairResult(pair, right, -4.0) for right in (-6.0, -4.0, -1.0))
     assert (longer.told_apart, longer.told_apart_per_byte, even.told_apart) == (False, True, False)
-    found = probing.summarize_pairs(probing.Compared([longer, told], {"x": "too long", "y": "too long"}))
+    found = probing.summarize_pairs(probing.Answers([longer, told], {"x": "too long", "y": "too long"}))
     assert (found["accuracy"], found["accuracy_per_byte"], found["nats"], found["pairs"]) == (0.5, 1.0, 0.5, 2)
     assert found["skipped"] == {"too long": 2}
 

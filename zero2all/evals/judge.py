@@ -135,9 +135,8 @@ def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = 
 
 def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
     """For en and zh: the mean over tasks of the centred accuracy, each task in its best form (as OLMES does: early a
-    model can only be asked by cloze, later labels suit it better). Which tasks are in, `SUMMED` says: English
-    arc_easy, arc_challenge, hellaswag, piqa, winogrande, mmlu, blimp, lambada, gsm8k; Chinese cmmlu, ceval, c3, cmrc,
-    zhoblimp; of these, the ones that were asked. Compare only numbers over the same tasks."""
+    model can only be asked by cloze, later labels suit it better), of those in `SUMMED` that were asked. Compare only
+    numbers over the same tasks."""
     found: dict[str, dict[str, Any]] = {}
     for language, names in SUMMED.items():
         by_task: dict[str, list[FormResult]] = {}
@@ -210,11 +209,8 @@ class _TaskJudge:
 
     def ask(self, form: str) -> list[FormResult]:
         """The results of a form; cloze has two, compared per byte and by PMI."""
-        if form == "cloze":
-            return self._cloze()
-        if form == "choice":
-            return self._choice()
-        return self._bits() if form == "bits" else self._generate()
+        asking = {"cloze": self._cloze, "choice": self._choice, "bits": self._bits, "generate": self._generate}
+        return asking[form]()
 
     def _cloze(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "cloze")

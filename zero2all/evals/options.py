@@ -75,8 +75,8 @@ def report_path(run: Path, step: int, kind: str = "") -> Path:
 
 def write_report(path: Path, report: dict[str, Any], say: Callable[[str], None]) -> None:
     """Write the report of a checkpoint. An earlier one with other settings is kept beside it under another name."""
-    earlier = _settings_of(path)
-    if earlier is not None and earlier != _as_kept(report.get("settings")):
+    earlier = _report_at(path)
+    if earlier is not None and earlier.get("settings", {}) != _as_kept(report.get("settings")):
         numbers = itertools.count(1)
         kept = next(name for n in numbers if not (name := path.with_name(f"{path.stem}.earlier-{n}.json")).exists())
         path.rename(kept)
@@ -89,22 +89,18 @@ def _as_kept(settings: Any) -> Any:
     return jsonio.loads(jsonio.dumps_line(settings))
 
 
-def _settings_of(path: Path) -> Any:
-    """The settings of a report; None where there is none that can be read."""
+def _report_at(path: Path) -> dict[str, Any] | None:
+    """The report that lies there; None where there is none that can be read."""
     try:
-        return read_json_object(path).get("settings", {}) if path.is_file() else None
+        return read_json_object(path) if path.is_file() else None
     except BadInputError:
         return None
 
 
 def kept_report(run: Path, step: int, options: EvalOptions) -> dict[str, Any] | None:
     """The report of this checkpoint, where it was made with these settings."""
-    path = report_path(run, step)
-    try:
-        report = read_json_object(path) if path.is_file() else {}
-    except BadInputError:
-        return None
-    return report if report.get("settings") == _as_kept(options.record()) else None
+    report = _report_at(report_path(run, step))
+    return report if report is not None and report.get("settings") == _as_kept(options.record()) else None
 
 
 def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptions, is_coming: bool = False) -> None:

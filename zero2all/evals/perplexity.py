@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -68,9 +69,9 @@ class TextScore:
     documents: int = 0
     bytes: int = 0
     gzip_bytes: int = 0
-    position_nats: list[float] = field(default_factory=list)
-    """Number n: of the tokens with 2^n to 2^(n+1) - 1 tokens before them in their window."""
-    position_tokens: list[int] = field(default_factory=list)
+    position_nats: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By n: of the tokens with 2^n to 2^(n+1) - 1 tokens before them in their window."""
+    position_tokens: Counter[int] = field(default_factory=Counter)
     unknown_tokens: int = 0
     """Tokens that stand for text the tokenizer cannot spell: their text costs almost nothing."""
     most_before: int = 0
@@ -83,23 +84,17 @@ class TextScore:
         self.most_before = max(self.most_before, context + len(logprobs) - 1)
         for place, logprob in enumerate(logprobs, context):
             bucket = place.bit_length() - 1
-            while len(self.position_nats) <= bucket:
-                self.position_nats.append(0.0)
-                self.position_tokens.append(0)
             self.position_nats[bucket] -= logprob
             self.position_tokens[bucket] += 1
 
     def add(self, other: TextScore) -> None:
         """Add another text."""
-        self.nats += other.nats
-        self.tokens += other.tokens
-        self.documents += other.documents
-        self.bytes += other.bytes
-        self.gzip_bytes += other.gzip_bytes
-        self.unknown_tokens += other.unknown_tokens
+        for name in ("nats", "tokens", "documents", "bytes", "gzip_bytes", "unknown_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.most_before = max(self.most_before, other.most_before)
-        self.position_nats = _added(self.position_nats, other.position_nats)
-        self.position_tokens = list(map(int, _added(self.position_tokens, other.position_tokens)))
+        self.position_tokens.update(other.position_tokens)
+        for bucket, nats in other.position_nats.items():
+            self.position_nats[bucket] += nats
 
     def summary(self) -> dict[str, Any]:
         """The figures of a report."""
@@ -116,18 +111,12 @@ class TextScore:
                 {
                     "from": 1 << bucket,
                     "to": min((2 << bucket) - 1, self.most_before),
-                    "loss": nats / tokens,
+                    "loss": self.position_nats[bucket] / tokens,
                     "tokens": tokens,
                 }
-                for bucket, (nats, tokens) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
-                if tokens
+                for bucket, tokens in sorted(self.position_tokens.items())
             ],
         }
-
-
-def _added(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    longest = max(len(first), len(second))
-    return [sum(row) for row in zip(*([*part, *[0] * (longest - len(part))] for part in (first, second)), strict=True)]
 
 
 def held_out_bits_per_byte(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -45,16 +45,19 @@ class ProbeResult:
     """How many tokens are likelier than the first of the answer; None where a token spans the border."""
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True)
-class ProbeResults:
-    """The results of some probes, and why others have none."""
+class Answers(Generic[Result]):
+    """The results of some probes or pairs, and why others have none."""
 
-    results: list[ProbeResult]
+    results: list[Result]
     skipped: dict[str, str]
-    """By the id of the probe."""
+    """By the id of the probe or pair."""
 
 
-def run_probes(engine: Engine, probes: list[Probe]) -> ProbeResults:
+def run_probes(engine: Engine, probes: list[Probe]) -> Answers[ProbeResult]:
     """Ask them all: every answer of every probe is scored in one batch, then all are written in another."""
     with progress("probes", total=2 * len(probes), unit="question") as bar:
         questions = [Question(probe.prompt, (*probe.right, *probe.wrong)) for probe in probes]
@@ -63,7 +66,7 @@ def run_probes(engine: Engine, probes: list[Probe]) -> ProbeResults:
         bar.advance(len(skipped))
         scores = [(probe, scored) for probe, scored in found if not isinstance(scored, str)]
         written = _greedy_answers(engine, [probe for probe, _ in scores], bar)
-    return ProbeResults([_result(*each, text) for each, text in zip(scores, written, strict=True)], skipped)
+    return Answers([_result(*each, text) for each, text in zip(scores, written, strict=True)], skipped)
 
 
 def _result(probe: Probe, scored: list[Scored], written: str) -> ProbeResult:
@@ -96,7 +99,7 @@ def _share(right: float, wrong: float) -> float:
     return 1 / (1 + math.exp(min(700.0, wrong - right)))
 
 
-def summarize(asked: ProbeResults) -> dict[str, Any]:
+def summarize(asked: Answers[ProbeResult]) -> dict[str, Any]:
     """Means by channel and group, with intervals; those at the top are over the probes that count."""
     results = asked.results
     channels: dict[str, Any] = {}
@@ -230,16 +233,7 @@ class PairResult:
         return self.right_logprob / right > self.wrong_logprob / wrong
 
 
-@dataclass(frozen=True)
-class Compared:
-    """The results of some pairs, and why others have none."""
-
-    results: list[PairResult]
-    skipped: dict[str, str]
-    """By the id of the pair."""
-
-
-def compare_pairs(engine: Engine, pairs: list[Pair]) -> Compared:
+def compare_pairs(engine: Engine, pairs: list[Pair]) -> Answers[PairResult]:
     """Score both sentences of every pair, all in one batch."""
     with progress("pairs", total=len(pairs), unit="pair") as bar:
         found = score_questions(engine, [Question("", (pair.right, pair.wrong)) for pair in pairs], bar)
@@ -250,10 +244,10 @@ def compare_pairs(engine: Engine, pairs: list[Pair]) -> Compared:
         else:
             right, wrong = (max(each.logprob, IMPOSSIBLE) for each in scored)
             results.append(PairResult(pair, right, wrong))
-    return Compared(results, skipped)
+    return Answers(results, skipped)
 
 
-def summarize_pairs(compared: Compared) -> dict[str, Any]:
+def summarize_pairs(compared: Answers[PairResult]) -> dict[str, Any]:
     """Accuracy with its interval, and the mean difference in nats, by channel and kind. Chance is one half."""
     results = compared.results
     channels: dict[str, Any] = {}

@@ -106,12 +106,9 @@ class FileColumns:
         self.time.extend(block.time)
         self.tokens.extend(block.tokens)
         for name, (rows, values) in block.metrics.items():
-            column = self.metrics.get(name)
-            if column is None:
-                column = self.metrics[name] = MetricColumn(
-                    GrowingArray(np.empty(0, np.float64)), first + int(rows[0]), None
-                )
-            column.extend(first + rows, values)
+            if name not in self.metrics:
+                self.metrics[name] = MetricColumn(GrowingArray(np.empty(0)), first + int(rows[0]), None)
+            self.metrics[name].extend(first + rows, values)
 
     def points(self, metric: str) -> Series | None:
         """What the file holds of a metric, in the order it was written."""

@@ -120,14 +120,14 @@ def curve(reader: RunReader, query: Query, base: RunReader | None = None) -> Cur
     low = None if query.after is not None else query.low
     bins = bins_of(part_x, part, smoothed, low, query.high, query.count)
     filled = bins.count > 0
-    columns: dict[str, NDArray[Any]] = {
-        "x": bins.x[filled],
-        "low": bins.minimum[filled],
-        "high": bins.maximum[filled],
-        "mean": bins.mean[filled],
+    drawn: dict[str, NDArray[Any] | None] = {
+        "x": bins.x,
+        "low": bins.minimum,
+        "high": bins.maximum,
+        "mean": bins.mean,
+        "smooth": bins.smooth,
     }
-    if bins.smooth is not None:
-        columns["smooth"] = bins.smooth[filled]
+    columns: dict[str, NDArray[Any]] = {name: each[filled] for name, each in drawn.items() if each is not None}
     if bins.nonfinite:
         bad = part_x[~np.isfinite(part)]
         columns["bad"] = bad[:: max(1, len(bad) // MAX_BAD_MARKS)][:MAX_BAD_MARKS]

@@ -156,11 +156,7 @@ def _mark(event: Event) -> dict[str, Any]:
         if isinstance(note, str) and note:
             mark["note"] = note[:200]
             break
-    return mark | _looks(event.kind)
-
-
-def _looks(kind: str) -> dict[str, Any]:
-    return dict(zip(("rank", "tone", "sign"), KINDS.get(kind, OTHER_KIND), strict=True))
+    return mark | dict(zip(("rank", "tone", "sign"), KINDS.get(event.kind, OTHER_KIND), strict=True))
 
 
 def _documents(reader: RunReader, data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -302,16 +298,11 @@ def arrange(names: Sequence[str]) -> list[dict[str, Any]]:
     members: dict[str, list[str]] = {}
     for name in sorted(names):
         members.setdefault(_group_of(name), []).append(name)
-    groups = [
-        {
-            "key": key,
-            "rank": _rank(key),
-            "known": _rank(key) < len(GROUPS) or key == OTHER,
-            "charts": [asdict(chart) for chart in _charts(key, found)],
-        }
-        for key, found in members.items()
-    ]
-    return sorted(groups, key=lambda group: (group["rank"], group["key"]))
+    groups = []
+    for key, rank in sorted(((key, _rank(key)) for key in members), key=lambda each: each[::-1]):
+        charts = [asdict(chart) for chart in _charts(key, members[key])]
+        groups.append({"key": key, "rank": rank, "known": rank < len(GROUPS) or key == OTHER, "charts": charts})
+    return groups
 
 
 def unit_of(name: str) -> str:
@@ -333,11 +324,9 @@ def _charts(group: str, names: list[str]) -> list[Chart]:
     together: dict[str, list[ChartLine]] = {}
     for name in sorted(names, key=lambda name: (name in TOTALS, name.startswith(HELD_OUT_LOSS))):
         chart, label = _place(group, name)
-        is_total = name in TOTALS
-        is_held_out = name.startswith(HELD_OUT_LOSS)
-        together.setdefault(chart, []).append(
-            ChartLine(name, f"Σ {label}" if is_total else label, is_total, is_held_out)
-        )
+        label = f"Σ {label}" if name in TOTALS else label
+        line = ChartLine(name, label, name in TOTALS, name.startswith(HELD_OUT_LOSS))
+        together.setdefault(chart, []).append(line)
     charts = []
     for key, lines in together.items():
         if len(lines) == 1:

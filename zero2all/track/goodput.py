@@ -87,7 +87,8 @@ def run_goodput(reader: RunReader) -> Goodput:
     """Add up the time of a run; of one without metrics of training nothing."""
     events = sorted(reader.events(), key=lambda event: event.time)
     incidents = [event for event in events if event.writer == SUPERVISOR and event.kind == "incident"]
-    validated = _times_of_validations(reader)
+    evals = [name for name in reader.metrics() if name.startswith("eval/")]
+    validated = np.unique(concatenate([reader.written(name, TRAIN_WRITER) for name in evals]).time)
     starts = _starts(reader, [event for event in events if event.writer == TRAIN_WRITER], validated)
     found = Goodput(dict.fromkeys(CAUSES, 0.0), len(starts), 0, len(incidents), 0, 0, 0.0, 0.0)
     for start in starts:
@@ -128,11 +129,6 @@ def _starts(reader: RunReader, events: list[Event], validated: NDArray[np.float6
         told = [event for event in events if low <= event.time < high]
         found.append(_Start(min(begun, header.time), header.time, resumed_from, *parts, seen, told))
     return found
-
-
-def _times_of_validations(reader: RunReader) -> NDArray[np.float64]:
-    names = [name for name in reader.metrics() if name.startswith("eval/")]
-    return np.unique(concatenate([reader.written(name, TRAIN_WRITER) for name in names]).time)
 
 
 def _add_start(found: Goodput, start: _Start) -> None:

@@ -82,20 +82,14 @@ class OpenRun:
 
     def counts(self) -> dict[str, Any]:
         """How many events and metrics there are, and the newest values, looked up once per version."""
-        counts: dict[str, Any] = self.remember(
-            "counts",
-            lambda: {
-                "events": len(self.reader.events()),
-                "metrics": len(self.reader.metrics()),
-                "loss": self._newest("loss"),
-                "speed": self.reader.tokens_per_second,
-            },
-        )
+        counts: dict[str, Any] = self.remember("counts", self._counts)
         return counts
 
-    def _newest(self, metric: str) -> float | None:
-        values = self.reader.series(metric).value[-1:]
-        return float(values[0]) if len(values) and math.isfinite(values[0]) else None
+    def _counts(self) -> dict[str, Any]:
+        reader, newest = self.reader, self.reader.series("loss").value[-1:]
+        loss = float(newest[0]) if len(newest) and math.isfinite(newest[0]) else None
+        counts = {"events": len(reader.events()), "metrics": len(reader.metrics())}
+        return {**counts, "loss": loss, "speed": reader.tokens_per_second}
 
 
 class UnknownRunError(Exception):

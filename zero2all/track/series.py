@@ -83,12 +83,8 @@ def concatenate(several: Sequence[Series]) -> Series:
     several = [points for points in several if len(points)]
     if len(several) <= 1:
         return several[0] if several else NO_POINTS
-    return Series(
-        np.concatenate([points.step for points in several]),
-        np.concatenate([points.value for points in several]),
-        np.concatenate([points.tokens for points in several]),
-        np.concatenate([points.time for points in several]),
-    )
+    names = ("step", "value", "tokens", "time")
+    return Series(*(np.concatenate([getattr(points, name) for points in several]) for name in names))
 
 
 def _last_of_each_step(points: Series) -> tuple[Series, Series]:

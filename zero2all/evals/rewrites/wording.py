@@ -27,13 +27,8 @@ def statement(item: Item, choice: str) -> str:
     """Question and answer as one text."""
     if item.shape == CONTINUE:
         return item.question + ("" if language_of(item) == "zh" else " ") + choice
-    return (
-        f"{item.question}答案是{choice}。" if language_of(item) == "zh" else f"{item.question} The answer is {choice}."
-    )
-
-
-def _same(item: Item, _: random.Random) -> Item:
-    return item
+    told = f"答案是{choice}。" if language_of(item) == "zh" else f" The answer is {choice}."
+    return item.question + told
 
 
 def _short_answer(item: Item, _: random.Random) -> Item | None:
@@ -44,11 +39,7 @@ def _true_or_false(item: Item, _: random.Random) -> Item | None:
     """Each option is proposed, and P(it is right) compared: the text after the blank is what is scored."""
     if "_" in statement(item, "") or any("_" in choice for choice in item.choices):
         return None
-    asked = (
-        f"{statement(item, '_')}这对吗？对"
-        if language_of(item) == "zh"
-        else f"{statement(item, '_')} True or false? True"
-    )
+    asked = statement(item, "_") + ("这对吗？对" if language_of(item) == "zh" else " True or false? True")
     return replace(item, question=_with_context(item, asked), context="", shape=BLANK)
 
 
@@ -97,8 +88,9 @@ def _paraphrases(item: Item, _: random.Random) -> Sequence[Item]:
     return [replace(item, question=text) for text in item.extra.get("paraphrases", ())]
 
 
+_unchanged = of_choices(lambda item, _: item)
 WORDING = (
-    Rewrite("R7", "no labels: the texts of the options are scored", of_choices(_same), "choice", "cloze"),
+    Rewrite("R7", "no labels: the texts of the options are scored", _unchanged, "choice", "cloze"),
     Rewrite("R8", "no options: a short answer is written", of_choices(_short_answer), "choice", "generate"),
     Rewrite("R9", "each option proposed: P(true)", of_choices(_true_or_false), "cloze", "cloze"),
     Rewrite("R10", "the likeliest whole statement", of_choices(_sentences), "cloze", "cloze"),
@@ -113,10 +105,8 @@ WORDING = (
 FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
 HALF_WIDTH = {full: half for half, full in FULL_WIDTH.items()}
 DIGITS = "零一二三四五六七八九"
-SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-)
-SMALL_WORDS = (*SMALL.split(), "eighteen", "nineteen")
+ONES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+SMALL_WORDS = (*ONES, *(f"{begun}teen" for begun in ("thir", "four", "fif", "six", "seven", "eigh", "nine")))
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 
 
@@ -201,16 +191,13 @@ def _instruction(item: Item, _: random.Random) -> Sequence[Item]:
     ]
 
 
-def _options_first(item: Item, _: random.Random) -> Item | None:
-    return labelled(item, "ABCDEFGHIJ", options_first=True)
-
-
+_options_first = of_choices(lambda item, _: labelled(item, "ABCDEFGHIJ", options_first=True))
 SURFACE = (
     Rewrite("R11.width", "letters and digits in the other width", _width),
     Rewrite("R11.traditional", "traditional Han", _traditional),
     Rewrite("R11.numerals", "numbers in words", _numerals),
     Rewrite("R11.wording", "other words around it", of_choices(_instruction), "cloze", "cloze"),
-    Rewrite("R11.options_first", "options before the question", of_choices(_options_first), "choice", "cloze"),
+    Rewrite("R11.options_first", "options before the question", _options_first, "choice", "cloze"),
 )
 
 

@@ -10,6 +10,7 @@ import csv
 import functools
 import gzip
 import io
+import itertools
 import re
 import tarfile
 import zipfile
@@ -158,18 +159,14 @@ def rows_of(file: DataFile, header: Sequence[str] | None = None) -> Rows:
         ) from error
     if file.suffix == ".csv":
         yield from _csv_rows(text, header)
-    elif file.suffix == ".json":
-        yield from _json_rows(text)
     else:
-        yield from _line_rows(text)
+        yield from (_json_rows if file.suffix == ".json" else _line_rows)(text)
 
 
 def _csv_rows(text: str, header: Sequence[str] | None) -> Rows:
     reader = csv.reader(io.StringIO(text, newline=""))
     names = list(header) if header else [name.strip() for name in next(reader, [])]
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         try:
             cells = next(reader)
         except StopIteration:

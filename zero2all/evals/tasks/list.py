@@ -147,16 +147,12 @@ def _own_reader(name: str) -> Reader:
 def _own(row: Any, _: DataFile) -> Iterator[Item]:
     question, answer, choices = text(row, "question"), cell(row, "answer"), _choices(row)
     language = str(row.get("language") or ("zh" if re.search(r"[\u4e00-\u9fff]", question) else "en"))
-    more: dict[str, Any] = {
-        "language": language,
-        "subject": str(row.get("subject") or ""),
-        "context": str(row.get("context") or ""),
-    }
-    more["shape"] = str(row.get("shape") or QUESTION)
+    more: dict[str, Any] = {name: str(row.get(name) or "") for name in ("subject", "context")}
+    more |= {"language": language, "shape": str(row.get("shape") or QUESTION)}
     if more["shape"] not in (QUESTION, CONTINUE):
         raise ItemError(NOT_READABLE, f"the shape is {more['shape']!r}, not {QUESTION} or {CONTINUE}")
     name = str(row.get("id") or "")
-    answers = [str(each).strip() for each in answer] if isinstance(answer, list) else [str(answer).strip()]
+    answers = [str(each).strip() for each in (answer if isinstance(answer, list) else [answer])]
     if not choices:
         if not answers:
             raise ItemError(NO_ANSWER, "it has no right answer")

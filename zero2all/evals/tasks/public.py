@@ -79,15 +79,12 @@ def _arc(row: Any, file: DataFile) -> Iterator[Item]:
 
 def _arc_reader(part: str) -> Reader:
     """Both parts come together, and the original has a CSV without options beside each file."""
-    return Reader(
-        f"arc_{part}",
-        "en",
-        _arc,
-        ("test",),
-        ("train", "val", "dev"),
-        suffixes=(".jsonl", ".parquet"),
-        choose=lambda files: [file for file in files if part in str(file).lower()],
-    )
+
+    def choose(files: list[DataFile]) -> list[DataFile]:
+        return [file for file in files if part in str(file).lower()]
+
+    suffixes = (".jsonl", ".parquet")
+    return Reader(f"arc_{part}", "en", _arc, ("test",), ("train", "val", "dev"), suffixes=suffixes, choose=choose)
 
 
 EXAMS = (
@@ -99,10 +96,6 @@ EXAMS = (
     _arc_reader("easy"),
     _arc_reader("challenge"),
 )
-
-
-SCORED_FORMS = ("cloze", "bits")
-"""Options of sentences to be completed or compared are not asked for by label."""
 
 
 def _hellaswag(row: Any, _: DataFile) -> Iterator[Item]:
@@ -176,31 +169,16 @@ def _kept(files: list[DataFile]) -> list[DataFile]:
 
 
 def _pairs(name: str, language: str) -> Reader:
-    return Reader(
-        name,
-        language,
-        _pair(language),
-        ("", "train", "test"),
-        forms=SCORED_FORMS,
-        default_shots=0,
-        suffixes=(".json", ".jsonl", ".parquet"),
-        choose=_kept,
-    )
+    suffixes = (".json", ".jsonl", ".parquet")
+    return Reader(name, language, _pair(language), ("", "train", "test"), suffixes=suffixes, choose=_kept, **SCORED)
 
 
+SCORED: dict[str, Any] = {"forms": ("cloze", "bits"), "default_shots": 0}
+"""Options of sentences to be completed or compared are not asked for by label."""
 EVERYDAY = (
-    Reader("hellaswag", "en", _hellaswag, ("val",), ("train",), forms=SCORED_FORMS, default_shots=0),
+    Reader("hellaswag", "en", _hellaswag, ("val",), ("train",), **SCORED),
     Reader("piqa", "en", _piqa, ("val", "dev"), ("train",), rows=_piqa_rows),
-    Reader(
-        "winogrande",
-        "en",
-        _winogrande,
-        ("val", "dev"),
-        ("train",),
-        forms=SCORED_FORMS,
-        default_shots=0,
-        choose=_largest,
-    ),
+    Reader("winogrande", "en", _winogrande, ("val", "dev"), ("train",), **SCORED, choose=_largest),
     _pairs("blimp", "en"),
     _pairs("zhoblimp", "zh"),
 )
@@ -266,22 +244,15 @@ def _lambada(row: Any, _: DataFile) -> Iterator[Item]:
 
 def _english(files: list[DataFile]) -> list[DataFile]:
     """The hub has translations beside it: `lambada_test_de.jsonl`, `de/…`."""
-    others = ("de", "es", "fr", "it")
-    return [
-        file
-        for file in files
-        if not file.stem.endswith(tuple(f"_{code}" for code in others)) and file.name.split("/")[0] not in others
-    ]
+    other = re.compile(r"(de|es|fr|it)/.*|.*_(de|es|fr|it)")
+    return [file for file in files if not any(map(other.fullmatch, (file.name, file.stem)))]
 
 
+OPEN = ("bits", "generate")
+"""Forms of open answers, those without options."""
 READING = (
     Reader("c3", "zh", _c3, ("test", "val", "dev"), ("train",), default_shots=0),
-    Reader(
-        *("cmrc", "zh", _cmrc, ("val", "dev"), ("train",), ("bits", "generate")),
-        default_shots=0,
-        rows=_squad_rows,
-        choose=_one_form,
-    ),
+    Reader("cmrc", "zh", _cmrc, ("val", "dev"), ("train",), OPEN, default_shots=0, rows=_squad_rows, choose=_one_form),
     Reader("lambada", "en", _lambada, ("test", "val", ""), forms=("bits",), default_shots=0, choose=_english),
 )
 
@@ -309,7 +280,7 @@ def _without_examples(files: list[DataFile]) -> list[DataFile]:
     return [file for file in files if not any(word in str(file).lower() for word in others)]
 
 
-BOTH: dict[str, Any] = {"forms": ("bits", "generate"), "choose": _without_examples}
+BOTH: dict[str, Any] = {"forms": OPEN, "choose": _without_examples}
 SOLVING = (
     Reader("gsm8k", "en", _gsm8k, ("test",), ("train",), **BOTH),
     Reader("humaneval", "code", _humaneval, ("test", ""), default_shots=0, **BOTH),
