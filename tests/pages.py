@@ -22,6 +22,7 @@ OTHER_PROGRAMS = (
     *("cd", "source", "mkdir", "printf", "head", "ls", "cat", "git", "curl", "ssh", "kill", "df", "du", "free", "rm"),
     *("tensorboard", "nvidia-smi", "export", "ulimit", "tail", "wc", "cp", "mv", "lsof", "ps", "echo", "scp", "rsync"),
     *("npm", "dd", "eval", "unset", "tar", "time", "watch", "dmesg", "open", "."),
+    *("ollama", *(f"llama-{name}" for name in ("cli", "completion", "quantize", "server"))),
 )
 """Programs that are not ours: their commands are not checked."""
 
