@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import zero2all
+from tests.pages import ROOT, Page
+from tests.test_docs_run import stand_in
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import LANGUAGE_VARIABLE, translate
 from zero2all.common.workspace import open_workspace
@@ -139,3 +141,15 @@ def test_metrics_are_a_data_frame_where_pandas_is(tiny_trained):
     frame = zero2all.metrics("again", tiny_trained[0])
     assert isinstance(frame, pandas.DataFrame)
     assert list(frame.columns[:3]) == ["step", "tokens", "time"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_lines_of_the_readme_run_as_they_stand(name, trained_workspace, tmp_path, monkeypatch, capsys):
+    (block,) = [block for block in Page(ROOT / name).blocks if block.language == "python"]
+    assert len([line for line in block.lines if line]) == 4
+    monkeypatch.chdir(tmp_path)
+    stand_in(trained_workspace, tmp_path / "quickstart", ("generate", "quickstart"))
+    exec(compile("\n".join(block.lines), name, "exec"), {})
+    text, loss = capsys.readouterr().out.split("\n", 1)
+    assert float(text.split()[-1]) > 0
+    assert loss
