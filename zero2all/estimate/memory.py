@@ -398,16 +398,17 @@ def _borrowed_parts(model: ModelConfig, settings: MemorySettings) -> list[Memory
 
 def largest_parameter(model: ModelConfig) -> int:
     """Values of the largest parameter of a model (as held): a table, or the stacked experts of a block."""
+    return max(_largest_of_blocks(model), model.vocab_rows * model.hidden_size)
+
+
+def _largest_of_blocks(model: ModelConfig) -> int:
     largest = max(rows * columns for rows, columns in linear_shapes(model).values())
-    stacked = 2 * model.moe.experts * model.moe.expert_size * model.hidden_size
-    return max(largest, stacked, model.vocab_rows * model.hidden_size)
+    return max(largest, 2 * model.moe.experts * model.moe.expert_size * model.hidden_size)
 
 
 def _bucket_bytes(model: ModelConfig, settings: MemorySettings) -> float:
     """Of the largest bucket of a block; a bucket has at least one whole weight. Each table is a bucket of its own."""
-    largest = max(rows * columns for rows, columns in linear_shapes(model).values())
-    largest = max(largest, 2 * model.moe.experts * model.moe.expert_size * model.hidden_size)
-    return max(settings.bucket_bytes, float(settings.gradient_bytes * largest))
+    return max(settings.bucket_bytes, float(settings.gradient_bytes * _largest_of_blocks(model)))
 
 
 def _staging_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:

@@ -74,9 +74,8 @@ def held_model(model: ModelConfig, tensor: int = 1, stage: HeldStage | None = No
     if stage is not None and not (stage.has_embedding and stage.has_head):
         rows = rows if stage.has_embedding or stage.has_head else 0
         values["tied_embeddings"] = True
-    return HeldModel(
-        **{**values, "layers": stage.layers if stage else model.layers}, table_rows=rows, routed=model.moe.experts
-    )
+    values["layers"] = stage.layers if stage else model.layers
+    return HeldModel(**values, table_rows=rows, routed=model.moe.experts)
 
 
 def expert_values(model: ModelConfig) -> int:

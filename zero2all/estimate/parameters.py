@@ -180,7 +180,6 @@ _LLAMAS = (
     llama("llama-3.1-70b", 8192, 80, 64, 8, 128, 28672, 128256, 8192),
     llama("llama-3.1-405b", 16384, 126, 128, 8, 128, 53248, 128256, 8192),
 )
-KNOWN_MODELS = {
-    model.name: model for model in (*_LLAMAS, _mixtral(), _deepseek_v3(), counted_gpt(12288, 96, 51200, 2048, "gpt-3"))
-}
+_OTHERS = (_mixtral(), _deepseek_v3(), counted_gpt(12288, 96, 51200, 2048, "gpt-3"))
+KNOWN_MODELS = {model.name: model for model in (*_LLAMAS, *_OTHERS)}
 """Published models by name."""

@@ -347,9 +347,8 @@ class _Ends:
             return (Moment(self.sizes.residual_bytes * self.sizes.hidden_size / self.settings.tensor),)
         head = self.settings.operators["linear_cross_entropy"].head
         assert head is not None, "every head says what it needs"
-        return tuple(
-            moment._replace(per_token=moment.per_token + self.hidden_state) for moment in head.forward(self.sizes)
-        )
+        state = self.hidden_state
+        return tuple(moment._replace(per_token=moment.per_token + state) for moment in head.forward(self.sizes))
 
     def backward(self) -> tuple[Moment, ...]:
         """From the loss to the gradient of the last block's output."""

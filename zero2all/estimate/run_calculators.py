@@ -171,9 +171,8 @@ def cost(
     found = variants(model, seq_len) | {"8N": 8.0 * model.active}
     name = speed.convention or ("palm" if "palm" in found else "6N")
     if name not in found:
-        raise ImpossibleError(
-            [Problem("--convention", name, f"one of {', '.join(found)}", " ".join(lacking(model, seq_len)))]
-        )
+        why = " ".join(lacking(model, seq_len))
+        raise ImpossibleError([Problem("--convention", name, f"one of {', '.join(found)}", why)])
     how = HOW.get(name, "8 x active parameters: full recomputation counted as hardware FLOPs (Narayanan eq. 4)")
     work = found[name] * tokens
     seconds, said = _productive_seconds(speed, devices, tokens, work)

@@ -182,9 +182,8 @@ def pass_costs(model: ModelConfig, settings: MemorySettings, machine: Machine) -
         for name in {*of_dense, *of_experts}:
             mixed = of_dense.get(name, Cost()) * (1 - share) + of_experts.get(name, Cost()) * share
             total[name] = total.get(name, Cost()) + mixed
-    return PassCosts(
-        forward, backward, again_cost(model, settings, forward, machine), price.embedding(held), price.head(held)
-    )
+    again = again_cost(model, settings, forward, machine)
+    return PassCosts(forward, backward, again, price.embedding(held), price.head(held))
 
 
 def again_cost(model: ModelConfig, settings: MemorySettings, forward: Mapping[str, Cost], machine: Machine) -> Cost:
@@ -221,9 +220,8 @@ class _Prices:
 
     def product(self, kind: Kind, tokens: float, rows: int, columns: int, dtype: str | None = None) -> Cost:
         """One of the three products of a linear layer, as the profile names their sizes."""
-        m, n, k = {"forward": (tokens, rows, columns), "dgrad": (tokens, columns, rows)}.get(
-            kind, (rows, columns, tokens)
-        )
+        sizes = {"forward": (tokens, rows, columns), "dgrad": (tokens, columns, rows)}
+        m, n, k = sizes.get(kind, (rows, columns, tokens))
         dtype = dtype or ("float8" if self.is_float8 else self.dtype)
         flops = 2.0 * tokens * rows * columns
         seconds = self.machine.matmul_seconds(m, n, k, kind, dtype)
@@ -234,10 +232,8 @@ class _Prices:
 
     def linear(self, tokens: float, rows: int, columns: int, dtype: str | None = None) -> tuple[Cost, Cost]:
         """Forward, and both products of the backward pass."""
-        forward = self.product("forward", tokens, rows, columns, dtype)
-        return forward, self.product("dgrad", tokens, rows, columns, dtype) + self.product(
-            "wgrad", tokens, rows, columns, dtype
-        )
+        price = functools.partial(self.product, tokens=tokens, rows=rows, columns=columns, dtype=dtype)
+        return price("forward"), price("dgrad") + price("wgrad")
 
     def moved(self, name: str, size: float) -> Cost:
         """An operator that moves so many bytes."""
@@ -256,14 +252,12 @@ class _Prices:
             forward, backward = forward + one, backward + both
         work = _work(held, tokens, settings.seq_len, self.width)
         share = 1 / settings.tensor  # tensor ranks share the tokens of norms
+        norm, rope = work["rms_norm"], work["rope"]
         norms = [
-            self.moved("rms_norm", work["rms_norm"].forward_bytes * share) * 2,
-            self.moved("rms_norm/backward", work["rms_norm"].backward_bytes * share) * 2,
+            self.moved("rms_norm", norm.forward_bytes * share) * 2,
+            self.moved("rms_norm/backward", norm.backward_bytes * share) * 2,
         ]
-        ropes = [
-            self.moved("rope", work["rope"].forward_bytes),
-            self.moved("rope/backward", work["rope"].backward_bytes),
-        ]
+        ropes = [self.moved("rope", rope.forward_bytes), self.moved("rope/backward", rope.backward_bytes)]
         sizes = (tokens, settings.seq_len, held.heads, held.kv_heads, held.head_size)
         peak = self.machine.peak_flops[self.dtype]
         price = functools.partial(self.machine.attention_seconds, *sizes, dtype=self.dtype)
@@ -444,9 +438,8 @@ def predict_step(
         tokens = settings.micro_batch_samples * settings.seq_len * passes * settings.replicate * settings.shard
     flops = {name: value * tokens for name, value in flops_per_token(model, settings.seq_len).items()}
     dtype = settings.precision if settings.precision in machine.peak_flops else "float32"
-    return StepTime(
-        tuple(part for part in parts if part.upper > 0), tokens, settings.processes, flops, machine.peak_of(dtype)
-    )
+    shown = tuple(part for part in parts if part.upper > 0)
+    return StepTime(shown, tokens, settings.processes, flops, machine.peak_of(dtype))
 
 
 def _clock_factor(model: ModelConfig, settings: MemorySettings, machine: Machine, costs: PassCosts) -> float:

@@ -161,14 +161,10 @@ def _summed(kind: str, pieces: list[_TimedPiece], steps: list[Span]) -> Anatomy:
 
 
 def _kernels(events: list[Mapping[str, Any]], phase_at: Callable[[float], str]) -> list[_TimedPiece]:
-    launched = {
-        one["args"]["correlation"]: one["ts"] / 1e6
-        for one in events
-        if one.get("cat") in LAUNCHES and "correlation" in one.get("args", {})
-    }
-    operators = {
-        one["args"]["External id"]: one for one in events if _is_operator(one) and "External id" in one["args"]
-    }
+    calls = [one for one in events if one.get("cat") in LAUNCHES and "correlation" in one.get("args", {})]
+    launched = {one["args"]["correlation"]: one["ts"] / 1e6 for one in calls}
+    named = [one for one in events if _is_operator(one) and "External id" in one["args"]]
+    operators = {one["args"]["External id"]: one for one in named}
     found: list[tuple[Mapping[str, Any], str]] = []
     for one in events:
         if one.get("cat") in GPU_CATEGORIES:
@@ -266,9 +262,8 @@ def add_floors(
         kernel = kernel_of(row.name)  # also of the one operator that is all of attention on a CPU
         one = work.get(kernel.operator or "")
         if one is not None and (anatomy.kind == "cuda" or kernel.group == ATTENTION):
-            amounts = (
-                (one.forward_flops, one.backward_flops) if one.is_matmul else (one.forward_bytes, one.backward_bytes)
-            )
+            flops, moved = (one.forward_flops, one.backward_flops), (one.forward_bytes, one.backward_bytes)
+            amounts = flops if one.is_matmul else moved
             amount = sum(amounts) if kernel.is_backward is None else amounts[int(kernel.is_backward)]
             times = {"pass": float(passes), "step": 1.0}.get(HOW_OFTEN.get(kernel.operator or "", ""), row.calls)
             row.floor_seconds = times * amount / (flops_per_second if one.is_matmul else copy_bytes_per_second)

@@ -172,9 +172,8 @@ def read_record(folder: Path, card_gib: float | None = None) -> RunRecord:
     environment = data.get("environment")
     card = number_of(data.get("memory_bytes")) or (card_gib or 0.0) * 2**30
     notes = [str(note) for note in data.get("notes") or ()]
-    record = RunRecord(
-        reader, config, values, environment if isinstance(environment, dict) else {}, notes, card or None, missing
-    )
+    environment = environment if isinstance(environment, dict) else {}
+    record = RunRecord(reader, config, values, environment, notes, card or None, missing)
     record.missing += list(_gaps(record, start is not None))
     return record
 

@@ -103,9 +103,8 @@ def card_here() -> Card:
 def _operators(config: RunConfig, is_here: bool) -> tuple[Ops, str]:
     """The implementation of every operator, and what was assumed."""
     if is_here:
-        return resolve(
-            config.ops, op_context(config, "cuda", DTYPES[config.train.precision], config.parallel.zero == 3)
-        ), ""
+        where = op_context(config, "cuda", DTYPES[config.train.precision], config.parallel.zero == 3)
+        return resolve(config.ops, where), ""
     has_auto = any(getattr(config.ops, name) == "auto" for name in TAKEN_ON_A_GPU)
     said = "operators that are auto: those of a GPU with Triton, without FlashAttention 4 and QuACK"
     return assume_gpu(config.ops, config.data.document_mask), said if has_auto else ""

@@ -105,17 +105,18 @@ def _gpu(index: int, node: ElementTree.Element) -> GpuState:
         persistence=_text(node, "persistence_mode"),
         compute_mode=_text(node, "compute_mode"),
         mig=_text(node, "mig_mode/current_mig"),
-        pcie_gen=(_number(node, f"{link}/pcie_gen/current_link_gen"), _number(node, f"{link}/pcie_gen/max_link_gen")),
-        pcie_width=(
-            _number(node, f"{link}/link_widths/current_link_width"),
-            _number(node, f"{link}/link_widths/max_link_width"),
-        ),
+        pcie_gen=_now_and_most(node, f"{link}/pcie_gen", "link_gen"),
+        pcie_width=_now_and_most(node, f"{link}/link_widths", "link_width"),
     )
 
 
 def _text(node: ElementTree.Element, path: str) -> str:
     text = (node.findtext(path) or "").strip()
     return "" if text in ("N/A", "[N/A]", "Requested functionality has been deprecated") else text
+
+
+def _now_and_most(node: ElementTree.Element, path: str, name: str) -> tuple[float | None, float | None]:
+    return _number(node, f"{path}/current_{name}"), _number(node, f"{path}/max_{name}")
 
 
 def _number(node: ElementTree.Element, path: str) -> float | None:
@@ -211,11 +212,9 @@ def _state_of(gpu: GpuState) -> Iterator[DoctorFinding]:
     """What makes results wrong, or the GPU unusable."""
     name = f"GPU {gpu.index}"
     if gpu.uncorrected:
-        yield GPU.error(
-            f"{name}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded",
-            "A program that read this memory got wrong values or was killed.",
-            f"Reset it (`nvidia-smi -i {gpu.index} -r`) or reboot; if they come back, have the card replaced.",
-        )
+        found = f"{name}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded"
+        advice = f"Reset it (`nvidia-smi -i {gpu.index} -r`) or reboot; if they come back, have the card replaced."
+        yield GPU.error(found, "A program that read this memory got wrong values or was killed.", advice)
     if gpu.remapping == "failed":
         why = "The card has no spare memory rows left to replace bad ones."
         yield GPU.error(f"{name}: replacing a memory row failed", why, "Have the card replaced.")

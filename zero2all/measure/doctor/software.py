@@ -75,22 +75,15 @@ def look_at_versions(facts: dict[str, Any], problem: str, report: Report | None)
     if versions is None:
         yield _without_torch(problem)
         return
-    parts = [
-        f"torch {versions['torch']}",
-        *(f"{key} {versions[key]}" for key in ("cuda", "cudnn", "nccl") if versions[key]),
-    ]
+    parts = [f"{key} {versions[key]}" for key in ("torch", "cuda", "cudnn", "nccl") if versions[key]]
     yield SOFTWARE.ok(f"{', '.join(parts)}, CPU instructions {versions['cpu']}")
     number = tuple(int(part) for part in versions["torch"].split(".")[:2])
     if not OLDEST_TORCH <= number < NEXT_TORCH:
         lowest, highest = (".".join(map(str, each)) for each in (OLDEST_TORCH, NEXT_TORCH))
         why = f"zero2all is tested with torch from {lowest} to below {highest}."
         grade: Grade = "error" if number < OLDEST_TORCH else "warning"
-        yield SOFTWARE.graded(
-            grade,
-            f"torch {versions['torch']} is not tested",
-            why,
-            f"`pip install 'torch>={lowest},<{highest}'`.",
-        )
+        advice = f"`pip install 'torch>={lowest},<{highest}'`."
+        yield SOFTWARE.graded(grade, f"torch {versions['torch']} is not tested", why, advice)
     yield from _pins(versions)
     yield from _torch_and_driver(versions, facts.get("devices", []), report)
 
@@ -223,12 +216,11 @@ def _is_off(value: str) -> bool:
     return not _is_on(value)
 
 
-def _any(_: str) -> bool:
-    return True
-
-
 def _matches(pattern: str) -> Callable[[str], bool]:
     return lambda value: re.search(pattern, value, re.IGNORECASE) is not None
+
+
+_any = _matches("")
 
 
 RULES: tuple[tuple[str, Callable[[str], bool], Grade, str], ...] = (
@@ -325,9 +317,8 @@ def _interfaces(values: Mapping[str, str]) -> Iterator[DoctorFinding]:
         wanted = [word for word in value.lstrip("^=").split(",") if word]
         if not value or not cards or value.startswith("^"):
             continue
-        if not any(
-            card == word or (not value.startswith("=") and card.startswith(word)) for card in cards for word in wanted
-        ):
+        is_exact = value.startswith("=")
+        if not any(card == word or (not is_exact and card.startswith(word)) for card in cards for word in wanted):
             why = f"This machine has {', '.join(sorted(cards))}: ranks could not reach each other."
             yield ENVIRONMENT.error(f"{name}={value}", why, "Name one of these, or unset it.")
 
