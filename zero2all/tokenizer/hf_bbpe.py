@@ -68,7 +68,7 @@ def pattern_of(asked: str | None, known: Mapping[str, str] = PATTERNS) -> Any:
         ) from error
 
 
-def pretokens(pre_tokenizer: dict[str, Any], text: str) -> list[str]:
+def pretokens(pre_tokenizer: Any, text: str) -> list[str]:
     """What the `pre_tokenizer` of a tokenizer.json cuts a text into."""
     from tokenizers import Tokenizer
 
