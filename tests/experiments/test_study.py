@@ -52,6 +52,20 @@ def test_a_trial_that_diverges_or_needs_too_much_memory_fails_alone(sweep_of):
     assert sweep.study.results["s-000"]["channels"] == alone(sweep, "s-000")["s-000"]
 
 
+def test_a_worker_that_does_not_end_when_another_was_killed_is_not_waited_for(sweep_of, monkeypatch):
+    monkeypatch.setattr("zero2all.experiments.study.SECONDS_TO_SAVE", 0.2)
+    sweep, hit = sweep_of("optim.lr_max=0.01,0.02", overrides=("--train.steps=4",)), []
+
+    def hit_both_once(*_: object) -> None:
+        if not hit:  # an idle worker may die with the lock for which the other one then waits
+            hit.extend(each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline()))
+            hit[-1].send_signal(signal.SIGSTOP)
+            hit[0].kill()
+
+    sweep.run(hit_both_once)
+    assert (len(hit), sorted(sweep.study.results)) == (2, ["s-000", "s-001"])
+
+
 def test_a_worker_that_always_dies_fails_alone(work, sweep_of):
     sweep = sweep_of("optim.lr_max=0.01,0.02", overrides=("--train.steps=150",))
     killed = set()

@@ -36,6 +36,8 @@ from zero2all.model.config import parameter_counts
 PLAN_NAME, LEDGER_NAME, LOG_NAME = "plan.json", "ledger.jsonl", "workers.log"
 DIED_AT_MOST = 2
 """A task whose worker was killed more often has failed."""
+SECONDS_TO_SAVE = 10.0
+"""After a worker was killed, for another to save its run; it goes on with the same bits without that, too."""
 
 Result = dict[str, Any]
 
@@ -145,6 +147,9 @@ def run_tasks(study: Study, tasks: list[Task], then: Callable[[Task, Result], li
                     study.record(task, result)
                     ready += then(task, result)
             except BrokenProcessPool:
+                for worker in multiprocessing.active_children():  # one that was idle may have died with their lock
+                    worker.join(SECONDS_TO_SAVE)
+                    worker.kill()
                 pool.shutdown(wait=True, cancel_futures=True)
                 pool = None
                 for task in running.values():
