@@ -251,11 +251,7 @@ MOST_UNKNOWN = 0.001
 """Share of unknown tokens above which packing warns."""
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(whole(2)(part) for part in text.split(","))
-
-
-TYPES["lengths"] = _lengths
+TYPES["lengths"] = lambda text: tuple(whole(2)(part) for part in text.split(","))
 
 
 @verb("""

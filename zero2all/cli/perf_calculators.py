@@ -248,9 +248,8 @@ def _model(arguments: argparse.Namespace, values: dict[str, Any], problems: list
     if tables >= values["params"]:
         rule = f"tables smaller than the model: 2 x {get('hidden_size')} wide, and {values['params']:,} parameters"
         problems.append(Problem("--vocab-size", get("vocab_size"), rule))
-    return counted_by_total(
-        values["params"], get("active"), get("layers"), get("hidden_size"), get("vocab_size"), seq_len
-    )
+    widths = (get("layers"), get("hidden_size"), get("vocab_size"))
+    return counted_by_total(values["params"], get("active"), *widths, seq_len)
 
 
 def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Counted | None:
@@ -276,9 +275,8 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
     step, optim = config.train.tokens_per_step, config.optim
     found = counted(model, str(arguments.model), config.data.seq_len)
     saved = checkpoint_bytes(model, optim.kind, config.train.precision, optim.bf16_rounding == "kahan")
-    return replace(
-        found, step_tokens=step, run_tokens=step * config.train.steps, checkpoint_bytes=saved, optimizer=optim.kind
-    )
+    tokens = step * config.train.steps
+    return replace(found, step_tokens=step, run_tokens=tokens, checkpoint_bytes=saved, optimizer=optim.kind)
 
 
 def show(answer: CalculatorAnswer) -> None:

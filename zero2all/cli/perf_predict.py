@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from zero2all.predict.memory_report import MemoryReport
     from zero2all.predict.step_prediction import Prediction
 
+GIB = 2**30
+
 
 @verb("""
     perf explain: say what limits a run and what to change, from its own metrics: time, speed, memory, interruptions
@@ -33,8 +35,7 @@ if TYPE_CHECKING:
     z2a perf explain my-run
     """)
 def _explain(arguments: argparse.Namespace) -> None:
-    from zero2all.measure.explain import as_json, explain
-    from zero2all.measure.explain import read_record
+    from zero2all.measure.explain import as_json, explain, read_record
 
     with open_run(arguments.run, arguments) as run:
         explanation = explain(read_record(run.folder, arguments.card_gib))
@@ -67,23 +68,19 @@ def _explain_tables(explanation: Explanation) -> list[tuple[str, list[list[str]]
 
 def _figure_rows(explanation: Explanation) -> list[list[str]]:
     record, rows = explanation.record, []
-    if record.speed is not None:
-        speed = record.speed
-        rows.append(
-            [t("tokens/s"), f"{speed.value:,.0f} ± {speed.error:,.0f}", t("all processes, median of steady steps")]
-        )
-        if record.flops is not None:
-            for name, flops in record.flops.items():
-                achieved = f"{speed.value * flops / record.processes / 1e12:,.4g} TFLOP/s"
-                mfu = record.mfu(name)
-                share = "" if mfu is None else f", MFU {mfu:.1%}"
-                rows.append([t("model FLOPs"), achieved + share, t(f"{name}, per device, {flops:.4g} FLOP a token")])
+    if (speed := record.speed) is not None:
+        value = f"{speed.value:,.0f} ± {speed.error:,.0f}"
+        rows.append([t("tokens/s"), value, t("all processes, median of steady steps")])
+        for name, flops in (record.flops or {}).items():
+            achieved = f"{speed.value * flops / record.processes / 1e12:,.4g} TFLOP/s"
+            mfu = record.mfu(name)
+            share = "" if mfu is None else f", MFU {mfu:.1%}"
+            rows.append([t("model FLOPs"), achieved + share, t(f"{name}, per device, {flops:.4g} FLOP a token")])
     for name in ("allocated", "peak", "reserved"):
         if (size := record.memory(name)) is not None:
             share = "" if record.card_bytes is None else f" ({size / record.card_bytes:.1%})"
-            rows.append(
-                [t(f"GPU memory {name}"), f"{size / 2**30:.2f} GiB{share}", t("largest logged, rank 0, of its card")]
-            )
+            value = f"{size / 2**30:.2f} GiB{share}"
+            rows.append([t(f"GPU memory {name}"), value, t("largest logged, rank 0, of its card")])
     return rows
 
 
@@ -174,9 +171,8 @@ def _print(report: MemoryReport) -> None:
     z2a train planned.yaml
     """)
 def _plan(arguments: argparse.Namespace) -> None:
-    from zero2all.predict.batch import load_measured_config
+    from zero2all.predict.batch import load_measured_config, load_model_config, precision_notes
     from zero2all.predict.layout_search import config_of, plan_cells, plan_json, plan_layouts
-    from zero2all.predict.batch import load_model_config, precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     notes += precision_notes(config, arguments.config, arguments.overrides)
@@ -257,9 +253,6 @@ def _notes(plan: LayoutPlan) -> list[str]:
         if count:
             lines.append(f"  {count:>8,}  {t(rule)}")
     return lines
-
-
-GIB = 2**30
 
 
 share(
@@ -370,8 +363,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         _verify(arguments)
         return
     from zero2all.measure.verify import PredictionTarget, prediction_for
-    from zero2all.predict.batch import load_measured_config, parse_batch
-    from zero2all.predict.batch import precision_notes
+    from zero2all.predict.batch import load_measured_config, parse_batch, precision_notes
 
     config, notes = load_measured_config(arguments.config, arguments.overrides)
     batch = None if arguments.batch is None else parse_batch(arguments.batch)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.table import print_table
-from zero2all.cli.verb import SHARED, WORK_FLAG, verb, workspace_of
+from zero2all.cli.verb import SHARED, WORK_FLAG, print_json, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, say, tell, terminal_safe
@@ -76,9 +76,8 @@ def open_run(word: str, arguments: argparse.Namespace, take_newest: bool = False
 
         with Mirror(word, user_cache("mirror")) as mirror:
             _wait_until_copied(mirror)
-            yield LocalRun(
-                _one_run(mirror.folder, word, take_newest), True, lambda: f"{mirror.address.host}: {mirror.state}"
-            )
+            folder = _one_run(mirror.folder, word, take_newest)
+            yield LocalRun(folder, True, lambda: f"{mirror.address.host}: {mirror.state}")
         return
     folder = Path(word)
     if not (folder / "metrics").is_dir():
@@ -170,12 +169,11 @@ def human_age(seconds: float) -> str:
     """)
 def _runs(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import folder_bytes, human_bytes
-    from zero2all.common.jsonio import dumps_pretty
 
     folder = workspace_of(arguments).runs
     runs = [(look_at_run(each), folder_bytes(each)) for each in run_folders(folder)]
     if arguments.json:
-        print(dumps_pretty([{**asdict(run), "bytes": size} for run, size in runs]).decode(), end="")
+        print_json([{**asdict(run), "bytes": size} for run, size in runs])
         return
     if not runs:
         tell(f"There are no runs in {folder}. `z2a train CONFIG` starts one.")
@@ -205,7 +203,6 @@ def _runs(arguments: argparse.Namespace) -> None:
     z2a inspect my-run 1200 --sample 3 --full --work my-workspace
     """)
 def _inspect(arguments: argparse.Namespace) -> None:
-    from zero2all.common.jsonio import dumps_pretty
     from zero2all.tokenizer import load_tokenizer
     from zero2all.train.guards.documents import EXCERPT_CHARS, Texts, samples_of_step
     from zero2all.train.guards.incident import recorded_row_losses
@@ -235,9 +232,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
     samples = samples_of_step(data, first, count, texts, only_rows, losses)
     facts = {"run": arguments.run, "step": arguments.step, "tokens": [first, end], **known}
     if arguments.json:
-        from dataclasses import asdict
-
-        print(dumps_pretty({**facts, "samples": [asdict(sample) for sample in samples]}).decode(), end="")
+        print_json({**facts, "samples": [asdict(sample) for sample in samples]})
     else:
         _print(facts, count, samples)
 

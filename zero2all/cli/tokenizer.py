@@ -9,7 +9,7 @@ from typing import Any
 
 from zero2all.cli.table import print_table
 from zero2all.cli.terminal import has_colour
-from zero2all.cli.verb import group, verb, workspace_of
+from zero2all.cli.verb import group, print_json, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, tell, terminal_safe
@@ -258,12 +258,11 @@ def _eval(arguments: argparse.Namespace) -> None:
     z2a tokenizer show --work my-workspace
     """)
 def _show(arguments: argparse.Namespace) -> None:
-    from zero2all.common import jsonio
     from zero2all.tokenizer.stage import tokenizer_facts
 
     facts = tokenizer_facts(_folder(arguments), arguments.count)
     if arguments.json:
-        print(jsonio.dumps_pretty(facts).decode(), end="")
+        print_json(facts)
         return
     tell(f"{facts['folder']}: {facts['kind']}, fingerprint {facts['fingerprint']}")
     tell(
@@ -298,7 +297,6 @@ def _show(arguments: argparse.Namespace) -> None:
     z2a tokenizer encode --work my-workspace "中国的首都是北京"
     """)
 def _encode(arguments: argparse.Namespace) -> None:
-    from zero2all.common import jsonio
     from zero2all.tokenizer.load import load_tokenizer
     from zero2all.tokenizer.stage import coloured, readable
 
@@ -309,8 +307,7 @@ def _encode(arguments: argparse.Namespace) -> None:
     per_token = size / max(1, len(pieces))
     if arguments.json:
         shown = [{"id": number, "piece": readable(piece)} for number, piece in pieces]
-        facts = {"tokens": len(pieces), "bytes": size, "bytes_per_token": per_token, "pieces": shown}
-        print(jsonio.dumps_pretty(facts).decode(), end="")
+        print_json({"tokens": len(pieces), "bytes": size, "bytes_per_token": per_token, "pieces": shown})
         return
     if arguments.ids:
         print(" ".join(str(number) for number, _ in pieces))

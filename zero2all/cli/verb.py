@@ -123,11 +123,16 @@ def add_declared(verbs: Subparsers, word: str) -> None:
     """Add the verbs that begin with this word to a parser."""
     inner = verbs
     for each in sorted(DECLARED[word], key=lambda each: each.handler is not None):  # the word itself first
-        if each.handler is None:
-            inner = add_group(verbs, word, each.summary, each.example, each.renamed)
-            continue
         takes_fields = TAKES_FIELDS in each.table
-        parser = add_verb(inner, each.words[-1], each.summary, each.example, each.handler, takes_fields)
+        epilog = f"{OVERRIDES_HELP}\n\n" if takes_fields else ""
+        parser: Parser = inner.add_parser(
+            *each.words[-1:], help=each.summary, description=each.summary, epilog=f"{epilog}{EXAMPLE}\n  {each.example}"
+        )
+        if each.handler is None:
+            parser.renamed = dict(each.renamed or {})
+            inner = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
+            continue
+        parser.set_defaults(handler=each.handler, takes_overrides=takes_fields, reads_config=takes_fields)
         add_table(parser, [line for line in each.table if line != TAKES_FIELDS])
         parser.set_defaults(**(each.defaults or {}))
         parser.usage = each.usage
@@ -186,10 +191,11 @@ def _add_argument(parser: Parser, to: Any, found: re.Match[str]) -> None:
     elif value:
         details["metavar"] = metavar if read else value
     if kind in ("out", "outdir"):
-        del details["metavar"]
-        add_output(parser, name, is_folder=kind == "outdir", **details)
-        return
+        details["metavar"] = "DIR" if kind == "outdir" else "FILE"
     action = to.add_argument(name, **details, **({"type": read} if read else {}))
+    if kind in ("out", "outdir"):  # before the verb begins, `main` checks that it can be written
+        outputs = (*(parser.get_default("outputs") or ()), (action.dest, name, kind == "outdir"))
+        parser.set_defaults(outputs=outputs)
     if not is_flag and many and value.startswith("RUN"):
         parser.set_defaults(run_argument=action.dest)
 
@@ -221,36 +227,6 @@ def node_counts(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(
             f"got {text[:100]!r}, expected a number of machines, such as 4, or the least and the most, such as 2:4"
         ) from None
-
-
-def add_verb(
-    verbs: Subparsers,
-    name: str,
-    summary: str,
-    example: str,
-    handler: Callable[[argparse.Namespace], int | None],
-    takes_overrides: bool = False,
-) -> Parser:
-    """Register a verb; the handler gets the parsed arguments and returns an exit code (None is 0)."""
-    notes = f"{OVERRIDES_HELP}\n\n" if takes_overrides else ""
-    parser = _parser(verbs, name, summary, f"{notes}{EXAMPLE}\n  {example}")
-    parser.set_defaults(handler=handler, takes_overrides=takes_overrides, reads_config=takes_overrides)
-    return parser
-
-
-def add_group(
-    verbs: Subparsers, name: str, summary: str, example: str, renamed: Mapping[str, str] | None = None
-) -> Subparsers:
-    """Register a word with verbs of its own, such as `z2a corpus`; `renamed`: its verbs of before -> the command that
-    does it now."""
-    parser = _parser(verbs, name, summary, f"{EXAMPLE}\n  {example}")
-    parser.renamed = dict(renamed or {})
-    return parser.add_subparsers(title="verbs", metavar=VERB, required=True)
-
-
-def _parser(verbs: Subparsers, name: str, summary: str, epilog: str) -> Parser:
-    parser: Parser = verbs.add_parser(name, help=summary, description=summary, epilog=epilog)
-    return parser
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
@@ -285,12 +261,6 @@ def workspaces_below() -> list[Path]:
     return sorted(found, key=lambda folder: folder.stat().st_mtime, reverse=True)
 
 
-def add_output(parser: argparse.ArgumentParser, flag: str, is_folder: bool = False, **details: Any) -> None:
-    """A flag that names a file or folder to write. Before the verb begins, `main` checks that this can be done."""
-    action = parser.add_argument(flag, type=_named_path, metavar="DIR" if is_folder else "FILE", **details)
-    parser.set_defaults(outputs=(*(parser.get_default("outputs") or ()), (action.dest, flag, is_folder)))
-
-
 def _named_path(text: str) -> Path:
     """A path that somebody wrote: an unset variable of the shell would mean the current folder."""
     if not text:
@@ -307,10 +277,15 @@ def write_json_result(path: Path | None, value: object) -> bool:
 
         write_json(path, value)
         return False
+    print_json(value)
+    return True
+
+
+def print_json(value: object) -> None:
+    """Print what `--json` without a file asks for."""
     from zero2all.common.jsonio import dumps_pretty
 
     print(dumps_pretty(value).decode(), end="")
-    return True
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
