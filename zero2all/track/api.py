@@ -58,6 +58,7 @@ QUIET_POLL_SECONDS = 1.0  # the same for runs that are not running
 LEAST_SECONDS_BETWEEN_MESSAGES = 0.25
 HEARTBEAT_SECONDS = 30.0
 HEARTBEAT = b":\n\n"
+NOT_KEPT = {"Cache-Control": "no-store"}
 
 
 def make_app(
@@ -78,14 +79,8 @@ def make_app(
         finally:
             await run_in_threadpool(library.stop)
 
-    answers: dict[str, Callable[[Request], Any]] = {
-        "runs": api.runs,
-        "run": api.run,
-        "events": api.events,
-        "event": api.event,
-        "config": api.config,
-    }
-    routes = [Route(f"/api/{name}", _json_route(answer)) for name, answer in answers.items()]
+    answers = (api.runs, api.run, api.events, api.event, api.config)
+    routes = [Route(f"/api/{answer.__name__}", _json_route(answer)) for answer in answers]
     routes += [
         Route("/api/curves", _route(api.curves), methods=["POST"]),
         Route("/api/csv", _route(api.csv)),
@@ -100,10 +95,8 @@ def make_app(
 
 def page_files() -> dict[str, Path]:
     """Address -> file, for everything the page is made of."""
-    files = {
-        f"/{path.relative_to(WEB).as_posix()}": path for path in sorted(WEB.rglob("*")) if path.suffix in CONTENT_TYPES
-    }
-    return {"/": WEB / "index.html", **files}
+    paths = [path for path in sorted(WEB.rglob("*")) if path.suffix in CONTENT_TYPES]
+    return {"/": WEB / "index.html", **{f"/{path.relative_to(WEB).as_posix()}": path for path in paths}}
 
 
 def study_pages(roots: Iterable[Root]) -> dict[str, Path]:
@@ -170,7 +163,7 @@ class _BoardApi:
         if not isinstance(queries, list) or len(queries) > MAX_QUERIES:
             raise BadInputError(f"`queries` is a list of at most {MAX_QUERIES} queries.")
         packed = pack_curves([self._curve(read_query(query)) for query in queries])
-        return Response(packed, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+        return Response(packed, media_type="application/octet-stream", headers=NOT_KEPT)
 
     def _curve(self, query: Query) -> Curve:
         base = None
@@ -188,11 +181,8 @@ class _BoardApi:
             raise BadInputError("Name the metrics: ?metric=loss&metric=lr.")
         with self.library.reading(_asked(request, "id")) as run:
             reader = run.reader
-        return StreamingResponse(
-            csv_lines(reader, metrics),
-            media_type="text/csv; charset=utf-8",
-            headers={"Content-Disposition": 'attachment; filename="metrics.csv"', "Cache-Control": "no-store"},
-        )
+        headers = {"Content-Disposition": 'attachment; filename="metrics.csv"', **NOT_KEPT}
+        return StreamingResponse(csv_lines(reader, metrics), media_type="text/csv; charset=utf-8", headers=headers)
 
     async def stream(self, request: Request) -> Response:
         ids = list(dict.fromkeys(request.query_params.getlist("run")))[:MAX_QUERIES]
@@ -202,7 +192,7 @@ class _BoardApi:
             return self.is_stopping() or await request.is_disconnected()
 
         changes = stream_changes(self.library, self.boot, ids, int(known) if known.isdecimal() else 0, is_over)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = {**NOT_KEPT, "X-Accel-Buffering": "no"}
         return StreamingResponse(changes, media_type="text/event-stream", headers=headers)
 
 
@@ -272,8 +262,7 @@ def _asked(request: Request, name: str) -> str:
 
 
 def _json(value: Any, status_code: int = 200) -> Response:
-    headers = {"Cache-Control": "no-store"}
-    return Response(jsonio.dumps_line(value), status_code, headers, media_type="application/json")
+    return Response(jsonio.dumps_line(value), status_code, NOT_KEPT, media_type="application/json")
 
 
 def _route(answer: Callable[[Request, bytes], Response]) -> Callable[[Request], Any]:

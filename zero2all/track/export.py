@@ -31,7 +31,7 @@ from zero2all.common.schema import nearest_hint
 from zero2all.track.listing import find_runs, metrics_files
 from zero2all.track.metrics_file import read_number, read_row
 from zero2all.track.reader import RunReader
-from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND
+from zero2all.track.writer import END_KIND, METRICS_FOLDER, SEGMENT_KIND, utf8_text
 
 STATE_NAME = "z2a-export.json"
 CHUNK_BYTES = 4 << 20
@@ -163,11 +163,11 @@ class EventFolder:
     def _send_row(self, row: Row) -> None:
         when: dict[str, Any] = {"wall_time": row["time"], "step": row["step"]}
         if "values" in row:
-            scalars = [{"tag": _utf8(tag), "simple_value": value} for tag, value in numbers(row).items()]
+            scalars = [{"tag": utf8_text(tag), "simple_value": value} for tag, value in numbers(row).items()]
             self._write(**when, summary={"value": scalars})
         elif row["kind"] not in (SEGMENT_KIND, END_KIND):
             text = f"```\n{jsonio.dumps_pretty(row['data']).decode()}```"
-            self._write(**when, summary={"value": [self._text(_utf8(f"events/{row['kind']}"), text)]})
+            self._write(**when, summary={"value": [self._text(utf8_text(f"events/{row['kind']}"), text)]})
         elif isinstance(resumed_from := row["data"].get("resumed_from"), int):
             # A reader forgets what this folder said about that step and the steps behind it.
             self._write(wall_time=row["time"], step=resumed_from + 1, session_log={"status": "START"})
@@ -215,11 +215,6 @@ def _masked_crc(data: bytes) -> bytes:
     """crc32c, turned and shifted so that a checksum of checksums does not look like data."""
     crc = google_crc32c.value(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _utf8(tag: str) -> str:
-    """Without lone surrogates, which no protocol buffer may hold."""
-    return tag.encode("utf-8", "backslashreplace").decode()
 
 
 # A run as one CSV table: a row per step, a column per metric, steps that were taken back left out.

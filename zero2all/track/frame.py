@@ -83,9 +83,7 @@ def print_frame(reader: RunReader, console: Console, note: str = "") -> None:
         console.print(line, soft_wrap=True)
 
 
-def watch(
-    reader: RunReader, console: Console, note: Callable[[], str] = str, look_seconds: float = LOOK_SECONDS
-) -> None:
+def watch(reader: RunReader, console: Console, note: Callable[[], str] = str) -> None:
     """Show the run until Ctrl-C or `q`. `note` is asked before each frame for a remark, e.g. about the connection."""
     from rich.console import Group
     from rich.live import Live
@@ -102,7 +100,7 @@ def watch(
                 live.update(Group(*frame(reader, *size, time.time(), note())), refresh=True)
                 drawn_at, drawn_size, pending = time.monotonic(), size, False
                 cost = drawn_at - began
-            if pressed(look_seconds) in ("q", "Q"):
+            if pressed(LOOK_SECONDS) in ("q", "Q"):
                 return
 
 
@@ -310,9 +308,8 @@ def _vitals(reader: RunReader, metrics: list[str], status: RunStatus) -> list[Te
     for metric, label in (("lr", t("learning rate")), ("grad_norm", t("gradient norm"))):
         if metric in metrics:
             figures.append((label, f"{_last(reader.series(metric)):.3g}"))
-    return [
-        Text().append(set_cell_size(_clean(label), 20) + " ", style="dim").append(value) for label, value in figures
-    ]
+    named = [(set_cell_size(_clean(label), 20), value) for label, value in figures]
+    return [Text().append(label + " ", style="dim").append(value) for label, value in named]
 
 
 def _events(reader: RunReader, columns: int, rows: int) -> list[Text]:

@@ -26,7 +26,7 @@ from zero2all.common.files import write_atomic
 from zero2all.common.language import translate
 from zero2all.common.progress import counted, human_count, terminal_safe
 from zero2all.common.schema import nearest_hint
-from zero2all.track.bins import MIN_POINTS, smooth, width_for
+from zero2all.track.bins import MIN_POINTS, Floats, smooth, width_for
 from zero2all.track.listing import distinct_names
 from zero2all.track.reader import Axis, RunReader, Series
 
@@ -369,9 +369,7 @@ def _smoothing_width(values: NDArray[np.float64], wanted: float | Literal["auto"
     return width_for(values, wanted)
 
 
-def _draw_line(
-    axis: Axes, x: NDArray[np.float64], logged: NDArray[np.float64], color: str, width: float | None
-) -> None:
+def _draw_line(axis: Axes, x: Floats, logged: Floats, color: str, width: float | None) -> None:
     """The values as logged, thin where the smoothed curve is drawn over them."""
     values = np.where(np.isfinite(logged) & np.isfinite(x), logged, np.nan)
     marker: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}

@@ -164,10 +164,9 @@ class SshConnection:
         self._output: IO[bytes] = pipes.stdout
         self._errors = b""
         # Not waited for: the master of a shared connection, left behind by ssh, keeps the stream open for hours.
-        self._reading_errors = threading.Thread(
-            target=self._read_errors, args=(pipes.stderr,), name="ssh-errors", daemon=True
-        )
-        self._reading_errors.start()
+        reading = threading.Thread(target=self._read_errors, args=(pipes.stderr,), name="ssh-errors", daemon=True)
+        reading.start()
+        self._reading_errors = reading
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._output, selectors.EVENT_READ)
 

@@ -164,7 +164,7 @@ class MetricsWriter:
         """Write that something happened at `step`. `data` may be nested; objects are written as text."""
         devices: set[Any] = set()
         content = _frozen(data or {}, devices)
-        row = {"step": operator.index(step), "time": time.time(), "kind": _utf8_text(kind), "data": content}
+        row = {"step": operator.index(step), "time": time.time(), "kind": utf8_text(kind), "data": content}
         self._put((row, _copies_done(devices)))
 
     def close(self, timeout_seconds: float | None = None, reason: str = "done", message: str | None = None) -> None:
@@ -177,9 +177,9 @@ class MetricsWriter:
             if self._fork_count != _fork_count or self._closed:
                 return
             self._closed = True
-            self._end = {"reason": _utf8_text(reason)} | (
-                {} if message is None else {"message": _utf8_text(message)[:2000]}
-            )
+            self._end = {"reason": utf8_text(reason)}
+            if message is not None:
+                self._end["message"] = utf8_text(message)[:2000]
             self._closing.set()
             self._queue.put(None)
             atexit.unregister(self._close_at_exit)
@@ -291,7 +291,7 @@ class MetricsWriter:
         numbers: dict[str, float | str] = {}
         for key, value in values.items():
             try:
-                numbers[_utf8_text(key)] = _json_number(value)
+                numbers[utf8_text(key)] = _json_number(value)
             except Exception as error:
                 self._remember(f"the value of {str(key)[:100]!r}", error)
         return numbers
@@ -353,9 +353,8 @@ class MetricsWriter:
                 break
             except FileExistsError:
                 self.attempt += 1
-        header = jsonio.dumps_line(
-            {"step": self.resumed_from or 0, "time": time.time(), "kind": SEGMENT_KIND, "data": self._header()}
-        )
+        first = {"step": self.resumed_from or 0, "time": time.time(), "kind": SEGMENT_KIND, "data": self._header()}
+        header = jsonio.dumps_line(first)
         try:
             if os.write(fd, header) != len(header):
                 raise OSError("there is no room for the first row")
@@ -422,7 +421,7 @@ def _json_number(value: Any) -> float | str:
 def _frozen(value: Any, devices: set[Any]) -> Any:
     """A copy of nested `value` that later changes by the caller do not reach; device scalars stay unresolved."""
     if isinstance(value, Mapping):
-        return {_utf8_text(key): _frozen(inner, devices) for key, inner in value.items()}
+        return {utf8_text(key): _frozen(inner, devices) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_frozen(inner, devices) for inner in value]
     if hasattr(value, "detach"):
@@ -444,10 +443,10 @@ def _plain(value: Any) -> Any:
     try:
         return _json_number(value)
     except Exception:
-        return _utf8_text(value)
+        return utf8_text(value)
 
 
-def _utf8_text(value: Any) -> str:
+def utf8_text(value: Any) -> str:
     """UTF-8 text, whatever comes; lone surrogates are escaped."""
     return str(value).encode("utf-8", "backslashreplace").decode()
 
