@@ -83,8 +83,8 @@ def test_ranks_write_what_one_process_writes(trained_workspace, tmp_path, ranks,
 
 
 def test_a_model_that_does_not_fit_says_over_how_many_ranks_it_would(trained_workspace, monkeypatch):
-    monkeypatch.setattr(load, "available_memory", lambda: 300_000)
-    with pytest.raises(UsageError, match=r"tiny needs 0.5 MB .* has 0.3 MB .* --parallel.tensor 2"):
+    monkeypatch.setattr(load, "available_memory", lambda: 400_000)
+    with pytest.raises(UsageError, match=r"tiny needs 0.6 MB .* has 0.4 MB.* --parallel.tensor 2"):
         load_model("tiny", trained_workspace, device="cpu")
     monkeypatch.setattr(load, "available_memory", lambda: 1000)
     with pytest.raises(UsageError, match="Use a larger machine"):

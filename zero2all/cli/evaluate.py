@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from zero2all.evals.tasks.list import TaskQuestions
     from zero2all.evals.watch import Watcher
     from zero2all.infer.load import LoadedModel
-    from zero2all.parallel.world import World
 
 share(
     """
@@ -151,7 +150,7 @@ def _run(arguments: argparse.Namespace) -> int | None:
     from zero2all.cli.generate import over_ranks
     from zero2all.infer.load import load_model, load_run
 
-    def load(world: World | None) -> LoadedModel:
+    def load(world: Any) -> LoadedModel:
         if world is None:
             return load_run(workspace, arguments.run, arguments.step)
         return load_model(arguments.run, workspace, arguments.step, world.device, "float32", world)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import verb, workspace_of, workspaces_below
-from zero2all.common.errors import BadInputError, UsageError, UserError, for_all_ranks
+from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import TEXT_MARKS, counted, progress, say, tell, terminal_safe
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from zero2all.infer.prompts import Prompt
     from zero2all.infer.sampling import Sampling
     from zero2all.infer.service import Service
-    from zero2all.parallel.world import World
     from zero2all.serve.server import ModelServer
 
 SHORTEST_TOKEN = 16
@@ -53,7 +52,7 @@ def _generate(arguments: argparse.Namespace) -> int | None:
     return over_ranks(arguments, partial(_load, arguments), partial(_write, arguments))
 
 
-def _write(arguments: argparse.Namespace, world: World | None) -> int | None:
+def _write(arguments: argparse.Namespace, world: Any) -> int | None:
     from zero2all.infer.engine import EngineSettings
     from zero2all.infer.service import Service
 
@@ -264,7 +263,7 @@ def _serve(arguments: argparse.Namespace) -> int | None:
     return over_ranks(arguments, partial(_load, arguments), partial(_serve_here, arguments))
 
 
-def _serve_here(arguments: argparse.Namespace, world: World | None) -> None:
+def _serve_here(arguments: argparse.Namespace, world: Any) -> None:
     token = _token_in(arguments.token_file) if arguments.token_file else None
     for each in arguments.cors:
         if not re.fullmatch(r"https?://[^/\s*]+", each):
@@ -335,42 +334,26 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def over_ranks(
-    arguments: argparse.Namespace,
-    load: Callable[[World | None], LoadedModel],
-    command: Callable[[World | None], int | None],
+    arguments: argparse.Namespace, load: Callable[[Any], LoadedModel], command: Callable[[Any], int | None]
 ) -> int | None:
-    """A command in this process; or, where the model is spread, in rank 0 of several, which the others follow."""
+    """A command in this process; or, where the model is spread, in rank 0 of several, which the others follow. `load`
+    and `command` get the ranks, or None."""
     count = arguments.tensor * arguments.pipeline
     if count == 1:
         return command(None)
-    from zero2all.parallel.config import ParallelConfig
-    from zero2all.parallel.launch import local_processes, run_processes
-
-    asked = getattr(arguments, "device", None) or "auto"
-    device: Any = asked if asked in ("auto", "cpu", "cuda") else "cuda"
+    named = getattr(arguments, "device", None) or "auto"
+    device: Any = named if named in ("auto", "cpu") else "cuda"
     if "LOCAL_RANK" not in os.environ:
-        return run_processes(local_processes(ParallelConfig(processes=count, device=device)), arguments.command_line)
+        from zero2all.parallel.launch import start_ranks
 
-    from zero2all.infer.spread import IDLE_SECONDS, follow
-    from zero2all.parallel.device import pick_device, set_cpu_threads
-    from zero2all.parallel.world import join_world
+        return start_ranks(count, device, arguments.command_line)
 
-    sizes = {"tensor": arguments.tensor, "pipeline": arguments.pipeline}
-    config = ParallelConfig(device=device, timeout_seconds=IDLE_SECONDS, **sizes)
-    set_cpu_threads(None, None)
-    with join_world(pick_device(device, "--device"), config) as world:
-        if not world.is_first:
-            try:
-                follow(load(world))
-            except UserError as error:  # rank 0 says it
-                raise for_all_ranks(error) from error
-            return None
-        code = command(world)
-        world.broadcast(None)
-        return code
+    from zero2all.infer.spread import lead_or_follow
+
+    return lead_or_follow(arguments.tensor, arguments.pipeline, device, load, command)
 
 
-def _load(arguments: argparse.Namespace, world: World | None = None) -> LoadedModel:
+def _load(arguments: argparse.Namespace, world: Any = None) -> LoadedModel:
     """The model that the arguments name, or what this rank has of it."""
     from zero2all.common.workspace import Workspace, is_folder_name
     from zero2all.infer.load import load_model

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from zero2all.common.errors import UsageError
+from zero2all.common.errors import UsageError, UserError, for_all_ranks
 from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import KeyValueBlocks
 from zero2all.infer.engine import Engine, EngineSettings
@@ -34,8 +34,11 @@ from zero2all.infer.sampling import Sampling
 from zero2all.infer.weights import Weight, Weights, project
 from zero2all.ops.precision import widened
 from zero2all.ops.rms_norm import RmsNormOp
+from zero2all.parallel.config import DeviceKind, ParallelConfig
+from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.reduce import gather_into
+from zero2all.parallel.world import World, join_world
 
 IDLE_SECONDS = 365 * 86400.0
 """How long a rank waits for the next call: a server may have nothing to do. A rank that dies is noticed at once."""
@@ -233,3 +236,25 @@ def _request(value: Any) -> Any:
         return value
     value = {**value, "sampling": Sampling(**value["sampling"]), "end_ids": frozenset(value["end_ids"])}
     return Request(**value)
+
+
+def lead_or_follow(
+    tensor: int,
+    pipeline: int,
+    device: DeviceKind,
+    load: Callable[[World], LoadedModel],
+    command: Callable[[World], int | None],
+) -> int | None:
+    """In a rank: run the command, or do what rank 0 does."""
+    config = ParallelConfig(tensor=tensor, pipeline=pipeline, device=device, timeout_seconds=IDLE_SECONDS)
+    set_cpu_threads(None, None)
+    with join_world(pick_device(device, "--device"), config) as world:
+        if not world.is_first:
+            try:
+                follow(load(world))
+            except UserError as error:  # rank 0 says it
+                raise for_all_ranks(error) from error
+            return None
+        code = command(world)
+        world.broadcast(None)
+        return code

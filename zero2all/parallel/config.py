@@ -30,11 +30,14 @@ class MeshSizes:
         return math.prod(astuple(self)) // self.expert
 
 
+DeviceKind = Literal["auto", "cpu", "cuda"]
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """The devices of a run and the CPU threads it may use."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceKind = "auto"
     """auto: CUDA if there is a GPU, else the CPU."""
     processes: PositiveInt | Literal["auto"] = "auto"
     """Processes on one machine; auto: one per GPU, or one without a GPU. torchrun's own number takes precedence."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from zero2all.common.connections import dial, is_of_this_user, join, listen
 from zero2all.common.errors import UsageError
 from zero2all.common.secret import run_secret
-from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.config import DeviceKind, ParallelConfig
 from zero2all.parallel.nodes import RENDEZVOUS, Nodes, data_address
 from zero2all.parallel.run_config import SpreadConfig, why_not_spread
 from zero2all.resilience.config import ResilienceConfig
@@ -60,6 +60,11 @@ def local_processes(config: ParallelConfig) -> int:
             f"needs one. Set it to auto or to at most {gpus}."
         )
     return config.processes
+
+
+def start_ranks(count: int, device: DeviceKind, words: Sequence[str]) -> int:
+    """Run `z2a WORDS…` in so many processes of this machine, outside of a run."""
+    return run_processes(local_processes(ParallelConfig(processes=count, device=device)), words)
 
 
 def count_gpus() -> int:
