@@ -324,9 +324,8 @@ def speedrun(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def show_speedruns(of: dict[str, Any]) -> None:
     """Time and loss beside those expected."""
-    print(
-        "\n| speedrun | time | model | tokens | loss expected | reached | bits per byte |\n|---|---|---|---|---|---|---|"
-    )
+    heads = "speedrun | time | model | tokens | loss expected | reached | bits per byte"
+    print(f"\n| {heads} |\n|{'---|' * 7}")
     for name, run in of["runs"].items():
         time_off, loss_off = run["seconds"] / run["seconds_given"] - 1, run["loss"] / run["expected_loss"] - 1
         cells = [name, f"{run['seconds']:.0f} s ({time_off:+.1%})", f"{run['parameters'] / 1e6:.2f} M"]

@@ -13,11 +13,11 @@ from example import Example
 from matplotlib.axes import Axes
 
 from zero2all.config import load_config
-from zero2all.estimate.run_calculators import daly_interval
-from zero2all.estimate.run_calculators import goodput as share_kept
 from zero2all.estimate.floors import linear_shapes, matmul_bytes, matmul_flops, tiling
 from zero2all.estimate.gpus import GPUS, named_card
 from zero2all.estimate.memory import GIB, MemoryEstimate, MemorySettings, estimate_memory
+from zero2all.estimate.run_calculators import daly_interval
+from zero2all.estimate.run_calculators import goodput as share_kept
 from zero2all.ops.registry import TAKEN_ON_A_GPU, footprints
 
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "ops_bench.json"

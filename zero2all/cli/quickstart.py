@@ -104,6 +104,8 @@ def _speedrun_with(arguments: argparse.Namespace, seconds: float, name: str) -> 
     if arguments.fresh:
         clear_workspace(work)
     asks = not getattr(arguments, "yes", True)
+    if asks and not sys.stdin.isatty():
+        raise UsageError("There is no terminal to ask on. Add --yes to go on with the plan without asking.")
     budget = Budget(seconds, getattr(arguments, "price", None), _confirmed if asks else lambda: True)
     print_summary(
         run_quickstart(
@@ -115,6 +117,4 @@ def _speedrun_with(arguments: argparse.Namespace, seconds: float, name: str) -> 
 
 def _confirmed() -> bool:
     """Ask a person."""
-    if not sys.stdin.isatty():
-        raise UsageError("There is no terminal to ask on. Add --yes to go on with the plan without asking.")
     return input(t("Go on? [Y/n] ")).strip().lower() in ("", "y", "yes")

@@ -28,8 +28,8 @@ from zero2all.common.files import read_json, write_json
 from zero2all.common.progress import counted
 from zero2all.config import RunConfig, with_new_names
 from zero2all.estimate.gpus import cublas_workspace
-from zero2all.estimate.memory_settings import HeldStage
 from zero2all.estimate.memory import ALLOWANCE, KINDS_APART, MemorySettings, estimate_memory
+from zero2all.estimate.memory_settings import HeldStage
 from zero2all.model.config import ModelConfig
 from zero2all.model.z2all import Z2all
 from zero2all.ops.registry import Ops, footprints
