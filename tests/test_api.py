@@ -102,7 +102,7 @@ def test_training_is_called_beside_the_package_of_its_name_and_its_metrics_are_c
     assert np.isfinite(curves["loss"]).all()
     assert list(np.isfinite(curves["eval/valid/loss/zh"])) == [False, False, True] * 2
     assert set(map(len, (curves["time"], curves["tokens"], curves["lr"]))) == {len(curves["step"])}
-    again = zero2all.train("quickstart", work, **FIELDS)  # a finished run has nothing to do
+    again = zero2all.train_run("quickstart", work, **FIELDS)  # a finished run has nothing to do
     assert again.step == 6
 
 
@@ -121,15 +121,15 @@ def tiny_trained(trained_workspace, tmp_path_factory):
     work = open_workspace(tmp_path_factory.mktemp("api") / "work", create=True)
     for name in ("tokenizer", "packed"):
         (work.root / name).symlink_to(trained_workspace.root / name)
-    return work.root, zero2all.train("quickstart", work.root, **FIELDS)
+    return work.root, zero2all.train_run("quickstart", work.root, **FIELDS)
 
 
 def test_a_call_is_refused_as_the_command_would_be(tiny_trained, monkeypatch):
     work, _ = tiny_trained
     with pytest.raises(UsageError, match=r"2 problems(.|\n)*optim.lr_max(.|\n)*`stepps`"):
-        zero2all.train("quickstart", work, train={"stepps": 3}, optim={"lr_max": -1})
+        zero2all.train_run("quickstart", work, train={"stepps": 3}, optim={"lr_max": -1})
     with pytest.raises(UsageError, match="This run takes 2 processes") as error:
-        zero2all.train("quickstart", work, parallel={"processes": 2, "device": "cpu"})
+        zero2all.train_run("quickstart", work, parallel={"processes": 2, "device": "cpu"})
     monkeypatch.setenv(LANGUAGE_VARIABLE, "zh")
     assert "个进程" in translate(str(error.value))
     with pytest.raises(BadInputError, match="There is no run in"):

@@ -94,7 +94,7 @@ def test_the_installed_command_finds_its_files_from_another_folder(installed, tm
     assert said(environment, tmp_path, "z2a", "--version").strip() == f"z2a {zero2all.__version__}"
     assert "vocab_size: 3072" in said(environment, tmp_path, "z2a", "train", "quickstart", "--print-config")
     assert "用法" in said(environment, tmp_path, "z2a", "--help", Z2A_LANG="zh")
-    code = "import zero2all; print(zero2all.__file__, all(map(callable, (zero2all.load, zero2all.train))))"
+    code = "import zero2all; print(zero2all.__file__, all(map(callable, (zero2all.load, zero2all.train_run))))"
     where, can_call = said(environment, tmp_path, "python", "-c", code).split()
     assert Path(where).is_relative_to(environment)
     assert can_call == "True"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero2all.api import Model, Score, load, metrics, train
+    from zero2all.api import Model, Score, load, metrics, train_run
 
 __version__ = "0.1.0"
-__all__ = ["Model", "Score", "__version__", "load", "metrics", "train"]
+__all__ = ["Model", "Score", "__version__", "load", "metrics", "train_run"]
 
 
 def __getattr__(name: str) -> Any:

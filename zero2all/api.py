@@ -1,6 +1,6 @@
 """The Python API: what `import zero2all` offers beside the command line.
 
-    zero2all.train("quickstart", work="my-model", train={"name": "first", "steps": 200})
+    zero2all.train_run("quickstart", work="my-model", train={"name": "first", "steps": 200})
     model = zero2all.load("first", work="my-model")
     print(model.generate("The capital of France is", max_new_tokens=8))
     print(zero2all.metrics("first", work="my-model")["loss"])
@@ -37,7 +37,7 @@ from zero2all.tokenizer.chat import Message
 from zero2all.tokenizer.load import load_tokenizer
 from zero2all.tokenizer.text import well_formed
 from zero2all.track.reader import read_run
-from zero2all.train.run import train as train_run
+from zero2all.train.run import train
 from zero2all.train.saved_config import load_run_config
 from zero2all.train.trainer import TrainSummary
 
@@ -173,7 +173,7 @@ class Model:
         return found
 
 
-def train(
+def train_run(
     config: str | Path, work: str | Path, *, fresh: bool = False, accept_changes: bool = False, **fields: Any
 ) -> TrainSummary:
     """Train on the packed data of the workspace `work`, in this process, or continue the run. `config` is a preset, a
@@ -193,10 +193,10 @@ def train(
         run_config, _ = load_with_rules(config, overrides, saved=load_run_config(run))
     if (processes := local_processes(run_config.parallel)) > 1:
         raise UsageError(
-            f"This run takes {processes} processes, and zero2all.train trains in the one that calls it. Give "
+            f"This run takes {processes} processes, and zero2all.train_run trains in the one that calls it. Give "
             f'parallel={{"processes": 1}}, start the program with torchrun, or use `z2a train`.'
         )
-    return train_run(
+    return train(
         run_config, workspace, fresh, accept_changes,
         make_decode=lambda: lambda ids: load_tokenizer(workspace.tokenizer).decode(ids, skip_control=False),
         make_objective=objective_of,
