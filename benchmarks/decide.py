@@ -233,8 +233,8 @@ def ladder(arguments: argparse.Namespace) -> None:
 def measured_points() -> list[Point]:
     """The ladder as it is saved."""
     of = json.loads(LAWS.read_text())["cuda"]
-    names = ("run", "parameters", "tokens")
-    return [Point(*(each[name] for name in names), of["unique_tokens"], each["loss"]) for each in of["points"]]
+    unique = of["unique_tokens"]
+    return [Point(each["run"], each["parameters"], each["tokens"], unique, each["loss"]) for each in of["points"]]
 
 
 def equal(arguments: argparse.Namespace) -> dict[str, Any]:
