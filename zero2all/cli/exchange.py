@@ -17,7 +17,7 @@ LOADED_BY = {"hf": "transformers.AutoModelForCausalLM", "mlx": "mlx_lm.load", "g
     run? --work
     --to hf|gguf|mlx =hf               hf (default): a Hugging Face folder; mlx: the same, which mlx-lm loads; gguf: one
         file for llama.cpp, ollama and LM Studio
-    --out PATH:out                     folder to write, new or empty, or the GGUF file; a run with adapters (LoRA) is
+    --out PATH:named_path              folder to write, new or empty, or the GGUF file; a run with adapters (LoRA) is
         merged
     --type/kind f32|f16|bf16|q8_0|q4_0  gguf: type of the matrices (default f16)
     --adapter DIR:outdir               write the adapters of the run alone, as a folder for peft
@@ -31,6 +31,11 @@ LOADED_BY = {"hf": "transformers.AutoModelForCausalLM", "mlx": "mlx_lm.load", "g
     z2a export my-run-sft --work my-workspace --adapter my-adapter
     """)
 def _export(arguments: argparse.Namespace) -> None:
+    from zero2all.common.files import require_writable
+
+    if arguments.out is not None:
+        require_writable(arguments.out, "--out", is_folder=arguments.to != "gguf")
+
     from zero2all.exchange import export_adapter, export_run, require_new
     from zero2all.gguf import export_gguf
     from zero2all.infer.load import load_run

@@ -396,7 +396,7 @@ def real(minimum: float, maximum: float | None = None, is_open: bool = False) ->
 
 TYPES: dict[str, Callable[[str], Any]] = {
     **{"path": Path, "count": count, "step": step_or_best, "nodes": node_counts},
-    **{"out": _named_path, "outdir": _named_path},
+    **{"out": _named_path, "outdir": _named_path, "named_path": _named_path},
 }
 """What tables call the types of values; a file adds those that only its verbs have."""
 
