@@ -7,6 +7,7 @@ answer takes too long: the request fails, the others get a new process, which re
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -23,7 +24,9 @@ from zero2all.common.errors import UsageError
 from zero2all.infer.boundary import Vocabulary
 
 CHILD = Path(__file__).with_name("grammar_child.py")
-MOST_BYTES = 16_384
+MOST_BYTES, MOST_ANSWER_BYTES = 16_384, 1 << 20
+FAILED = b"-"
+"""How an answer begins that says what is wrong."""
 START_SECONDS, CHECK_SECONDS, MASK_SECONDS = 60.0, 0.5, 1.0
 
 
@@ -80,13 +83,14 @@ class _Child:
         if self._process is None:
             self._start()
         read = self._read.pop(number, None)
-        answer = self._ask((number, grammar if read is None else None, ids[read or 0 :]), seconds)
+        answer = self._ask((number, grammar if read is None else None, list(ids[read or 0 :])), seconds)
         if answer is None:
             raise UsageError(f"The grammar or schema is too large: its next tokens took over {seconds:g} s.")
-        if isinstance(answer, str):
-            raise UsageError(f"The grammar or schema cannot be followed: {answer[:300]}")
+        if answer[:1] == FAILED:
+            reason = answer[1:].decode("utf-8", "replace")[:300]
+            raise UsageError(f"The grammar or schema cannot be followed: {reason}")
         self._read[number] = len(ids)
-        return answer
+        return answer[1:]
 
     def forget(self, number: int) -> None:
         if self._read.pop(number, None) is not None:
@@ -107,15 +111,17 @@ class _Child:
             command, pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
-        if not self._ask(self.words, START_SECONDS):
+        pieces, ends = self.words
+        if not self._ask(([piece.hex() for piece in pieces], ends), START_SECONDS):
             raise UsageError("The process that reads grammars did not start.")
 
-    def _ask(self, words: object, seconds: float) -> bytes | str | None:
-        """None: no answer came in time, or its memory was full, and the process has ended."""
+    def _ask(self, words: object, seconds: float) -> bytes | None:
+        """Bytes, not objects: what has read a hostile grammar must not make us run code. None: no answer came in time,
+        or its memory was full, and the process has ended."""
         try:
-            self._connection.send(words)
+            self._connection.send_bytes(json.dumps(words).encode())
             if self._connection.poll(seconds):
-                return self._connection.recv()
+                return self._connection.recv_bytes(MOST_ANSWER_BYTES)
         except (EOFError, OSError):
             pass
         self.stop()

@@ -1,7 +1,9 @@
-"""The process in which llguidance works, for `grammar`. A program of its own: it imports nothing of ours."""
+"""The process in which llguidance works, for `grammar`. A program of its own: it imports nothing of ours. Requests are
+JSON; an answer is `+` and bits, or `-` and words."""
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import sys
@@ -22,18 +24,20 @@ COMPACT: Any = {"item_separator": ",", "key_separator": ":", "whitespace_pattern
 
 def _serve(connection: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    pieces, ends = connection.recv()
+    known, ends = json.loads(connection.recv_bytes())
+    pieces = [bytes.fromhex(piece) for piece in known]
     greedy = LLTokenizer(TokenizerWrapper(_Words(pieces, ends)), eos_token=ends, slices=[])
     words = _Words(pieces, ends, greedy.greedy_tokenize)  # text that a grammar forces is looked up so
     tokenizer = LLTokenizer(TokenizerWrapper(words), eos_token=ends, slices=[])
     matchers: dict[int, LLMatcher] = {}
-    connection.send(b"ready")
+    connection.send_bytes(b"+")
     while True:
         signal.alarm(0)
-        number, grammar, ids = connection.recv()
+        number, grammar, ids = json.loads(connection.recv_bytes())
         signal.alarm(MOST_SECONDS)  # also where the one who asked is gone
         if ids is None:
-            connection.send(bool(matchers.pop(number, None)))
+            matchers.pop(number, None)
+            connection.send_bytes(b"+")
             continue
         try:
             if grammar is not None:
@@ -46,10 +50,10 @@ def _serve(connection: Connection) -> None:
             mask = matcher.compute_bitmask()
             if matcher.is_error():
                 raise ValueError(matcher.get_error())
-            connection.send(mask)
+            connection.send_bytes(b"+" + mask)
         except (ValueError, RecursionError, MemoryError) as error:
             matchers.pop(number, None)
-            connection.send(str(error) or type(error).__name__)
+            connection.send_bytes(b"-" + (str(error) or type(error).__name__).encode()[:1000])
 
 
 class _Words:

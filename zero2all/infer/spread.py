@@ -221,8 +221,10 @@ def follow(loaded: LoadedModel) -> None:
         if name == "engine":
             engines[number] = SpreadEngine(loaded, EngineSettings(**values[0]), None, number)
             continue
+        call = getattr(engines[number], name)
+        assert hasattr(call, "__wrapped__"), f"{name} is no call that all ranks make"
         try:
-            getattr(engines[number], name)(*map(_request, values))
+            call(*map(_request, values))
         except UsageError:  # rank 0 says it
             continue
 
