@@ -131,7 +131,6 @@ def _stats(arguments: argparse.Namespace) -> None:
 
 
 def _print_stats(stats: dict[str, Any]) -> None:
-
     rows = [["source", "channel", "split", "documents", "tokens", "share", "bytes/token", "mean length", "longest"]]
     for row in stats["sources"]:
         share = f"{row['share']:.1%}" if "share" in row else ""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     --name NAME =sweep     name of the study and beginning of the names of its runs (default sweep)
     --seeds N:int>=1 =1    runs of each combination; differences need at least 3 (default 1)
     --metric METRIC =bpb   what is compared: bpb or loss, on all held-out text or on a channel: bpb/en (default bpb)
-    | --halving            judge by short decays at 1/9 and 1/4 of the run, after which a third goes on
+    | --halving            judge by short decays at 1/9 and 1/4 of the run, after which a third goes on, at least two
     | --budgets TOKENS     also finish every run at these smaller budgets, such as 40M,80M, by decays from its constant
         rate: points for `z2a scaling fit`
     | --search tpe|gp|random  let Optuna choose values, also within ranges such as optim.lr_max=1e-4..1e-2

@@ -329,7 +329,6 @@ SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 def duration(text: str) -> float:
     """A type for add_argument: a time in seconds, also as 10m, 3h or 54d."""
-
     with suppress(ValueError):
         if 0 <= (value := scaled(text, SECONDS)) <= LONGEST_SECONDS:
             return value
@@ -338,7 +337,6 @@ def duration(text: str) -> float:
 
 def amount(text: str) -> float:
     """A type for add_argument: tokens/s, FLOPs and the like, also as 1.5T."""
-
     with suppress(ValueError):
         if (value := scaled(text.upper())) > 0:
             return value
@@ -347,7 +345,6 @@ def amount(text: str) -> float:
 
 def count(text: str) -> int:
     """A type for add_argument: tokens, parameters and other things that are many, also as 7.5B."""
-
     with suppress(ValueError):
         value = round(scaled(text.upper()), 6)
         if value.is_integer() and 1 <= value <= LARGEST_WHOLE:
