@@ -14,7 +14,7 @@ from tests.english import english_left, prose_of_page
 from tests.processes import Z2A, Program, WarmProcess
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json
-from zero2all.common.workspace import Workspace
+from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import load_config
 from zero2all.infer.chat import choose
 from zero2all.infer.load import load_run
@@ -298,3 +298,16 @@ def test_fresh_leaves_a_folder_alone_that_is_no_workspace(tmp_path: Path) -> Non
     (tmp_path / "corpus" / "mine.txt").write_text("do not delete")
     clear_workspace(tmp_path)
     assert (tmp_path / "corpus" / "mine.txt").read_text() == "do not delete"
+
+
+def test_a_fresh_speedrun_over_packed_text_leaves_that_text_and_other_runs_alone(tmp_path: Path) -> None:
+    workspace = open_workspace(tmp_path, create=True)
+    kept = [workspace.packed / "report.json", workspace.tokenizer / "tokenizer.json", workspace.run("mine") / "a"]
+    gone = [workspace.run(name) / "a" for name in ("first", "first-pilot", "first-chat")]
+    for path in (*kept, *gone):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    clear_workspace(tmp_path, "first")
+    assert all(path.is_file() for path in kept)
+    assert not any(path.exists() for path in gone)
+    assert open_workspace(tmp_path).root == tmp_path

@@ -358,15 +358,20 @@ def _train(run: QuickstartRun, timer: _Timer, accept_changes: bool) -> None:
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
 
 
-def clear_workspace(work: Path) -> None:
-    """Remove the folders of a quickstart; other files stay."""
+def clear_workspace(work: Path, run: str | None = None) -> None:
+    """Remove the folders of a quickstart; other files stay. `run`: of a speedrun over text that other commands packed;
+    only what belongs to this run is removed."""
     if not (work / STAMP_NAME).is_file():
         return
     workspace = Workspace(work)
-    folders = (workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs)
-    for folder in (*folders, work / "hf", *(work / each.FOLDER for each in (sft, dpo, rl))):
+    folders = [workspace.raw, workspace.corpus, workspace.tokenizer, workspace.packed, workspace.runs]
+    folders += [work / each.FOLDER for each in (sft, dpo, rl)]
+    if run is not None:
+        folders = [workspace.run(f"{run}{end}") for end in ("", "-pilot", "-chat")]
+        folders.append(work / sft.FOLDER / f"{run}-chat")
+    for folder in (*folders, work / "hf"):
         shutil.rmtree(folder, ignore_errors=True)
-    for name in (TIMES_NAME, SUMMARY_NAME, REPORT_NAME, PLAN_NAME, STAMP_NAME):
+    for name in (TIMES_NAME, SUMMARY_NAME, REPORT_NAME, PLAN_NAME, *([STAMP_NAME] if run is None else [])):
         (work / name).unlink(missing_ok=True)
 
 
