@@ -4,7 +4,9 @@
     python benchmarks/decide.py halving --work W    four tasks: a grid of nine rates, and the same with --halving
     python benchmarks/decide.py ladder --work W     on a GPU: the law of speedruns (laws.json), about 6 minutes
     python benchmarks/decide.py equal --work W      on a GPU: the size it chooses beside four others, about 2 minutes
+    python benchmarks/decide.py mixture --work W    on a GPU: three channels, the predicted best beside 20 others
     python benchmarks/decide.py speedrun --work W --name TEXT --machine TEXT    note a finished speedrun in W
+    python benchmarks/decide.py equal-time --work W [--nanochat FOLDER]         W's speedrun beside other sizes
     python benchmarks/decide.py show                what was found, as tables
 
 W is a workspace with packed text, such as `z2a quickstart` leaves behind; studies and runs named decide-* in it are
@@ -17,6 +19,10 @@ halving: the steps that were trained, by the ledgers, and the loss of the rate t
 grid; both train the best one to its end with the same bits.
 ladder: `z2a sweep` over sizes with smaller budgets as branches; `show` has the law without the largest size beside it.
 equal: the size and tokens that the law chooses for FLOPs which no run had, and four other sizes at equal FLOPs.
+mixture: `z2a mixture try` fits 12 runs; 20 mixtures that it did not see are measured; then the one that it predicts and
+the best of the 20 are trained again with five new seeds each, because the best of 20 is the luckiest one, too.
+equal-time: the two next smaller and larger sizes, trained as the finished speedrun in W was and for as many seconds;
+and nanochat's classes (a checkout of it) on the same rows for as many seconds of steps (benchmarks/learning.py).
 """
 
 from __future__ import annotations
@@ -70,6 +76,16 @@ LADDER = {
     **{"schedule.kind": "wsd", "schedule.decay_shape": "linear", "schedule.decay_share": 0.3},
     **{"schedule.min_lr_ratio": 0.05, "validation.tokens_per_source": 1_300_000, "validation.batch_samples": 64},
 }
+MIXED = {
+    **{"train.tokens": "9M", "train.tokens_per_step": 16384, "train.micro_batch_samples": 32, "data.seq_len": 512},
+    **{"model.hidden_size": 192, "model.intermediate_size": 512, "model.layers": 3, "model.heads": 3},
+    **{"model.kv_heads": 3, "model.vocab_size": 8192},
+    **{"schedule.kind": "wsd", "schedule.decay_shape": "linear", "schedule.decay_share": 0.65, "stages": "[]"},
+    "validation.tokens_per_source": 200_000,
+}
+MIXTURES, UNSEEN, SEEDS, AT_ONCE = 12, 20, range(11, 16), 13
+NANOCHAT_BATCH = 65_536
+"""Its best at so few tokens (docs/learning.md), not that of its own rule."""
 SIZES, BUDGETS, HELD_OUT_FLOPS, MOST_EPOCHS = "3.26M,4.47M,11.3M,24.4M,60M", "40M,70M", 4e15, 4
 
 
@@ -82,8 +98,12 @@ def main() -> None:
         verb.add_argument("--work", type=Path, required=True)
         verb.add_argument("--steps", type=int, default=steps, help="of a run")
     verbs.choices["halving"].add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    for name in ("ladder", "equal"):
+    for name in ("ladder", "equal", "mixture", "equal-time"):
         verbs.add_parser(name).add_argument("--work", type=Path, required=True)
+    verbs.choices["equal-time"].add_argument("--nanochat", type=Path, help="a checkout of it")
+    verbs.choices["equal-time"].add_argument("--only", type=int, nargs="+", help="widths; 0 for nanochat")
+    verbs.choices["mixture"].add_argument("--at-once", type=int, default=AT_ONCE)
+    verbs.choices["mixture"].add_argument("--tokens", default=MIXED["train.tokens"], help="of a run")
     verbs.choices["ladder"].add_argument("--text", default="", help="what the text is, for the record")
     verb = verbs.add_parser("speedrun")
     for name in ("--name", "--machine"):
@@ -93,8 +113,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.verb == "ladder":
         ladder(arguments)
-    elif arguments.verb == "equal":
-        keep("equal", equal(arguments))
+    elif arguments.verb in ("equal", "mixture"):
+        keep(arguments.verb, (equal if arguments.verb == "equal" else mixture)(arguments))
+    elif arguments.verb == "equal-time":
+        equal_time(arguments)
     elif arguments.verb == "speedrun":
         noted = json.loads((RESULTS / f"{NAME}.json").read_text()).get("speedrun", {}).get("runs", {})
         keep("speedrun", {"runs": {**noted, arguments.name: speedrun(arguments)}})
@@ -294,7 +316,205 @@ def show_equal(of: dict[str, Any]) -> None:
         print(f"| {cells} | {point.loss:.4f} | {predicted(law, point):.4f} | {point.loss / best - 1:.2%} |")
 
 
+# ---- mixture ---------------------------------------------------------------------------------------------------------
+
+
+def mixture(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The mixture that 12 runs predict, and 20 that they do not have; the two best again with other seeds."""
+    from zero2all.common.workspace import open_workspace
+    from zero2all.config import load_config
+    from zero2all.config.rules import with_value
+    from zero2all.experiments.mixture import Trial, choose, propose
+    from zero2all.experiments.study import open_study, run_tasks, task_of
+    from zero2all.experiments.sweep import QUIET
+    from zero2all.packed.shard_format import open_split, packed_sources
+
+    workspace = open_workspace(arguments.work)
+    unique = {name: open_split(workspace.packed, name, "train").tokens for name in packed_sources(workspace.packed)}
+    fields = {**MIXED, **QUIET, "train.tokens": arguments.tokens}
+    base = load_config("z2all-100m", [f"--{field}={value}" for field, value in fields.items()])
+    seen, others = propose(unique, MIXTURES), propose(unique, 1 + len(unique) + UNSEEN, seed=7)[1 + len(unique) :]
+    with open_study(workspace, "mixed", {"tokens": arguments.tokens}) as study:
+
+        def losses(runs: list[tuple[str, dict[str, float], int]]) -> list[Trial]:
+            """Of (name, mixture, seed)."""
+            tasks = []
+            for name, shares, seed in runs:
+                config = base
+                for field, value in (("train.name", f"mixed-{name}"), ("data.mixture", shares), ("train.seed", seed)):
+                    config = with_value(config, field, value)
+                config = with_value(config, "data.seed", seed)
+                tasks.append(task_of(config, 1, 1 / arguments.at_once))
+            run_tasks(study, tasks, lambda *_: [], arguments.at_once)
+            channels = [study.results[task.key]["channels"] for task in tasks]
+            bits = [{name: scores["bits_per_byte"] for name, scores in each.items()} for each in channels]
+            return [Trial(run[1], each) for run, each in zip(runs, bits, strict=True)]
+
+        first = [(f"seen-{n:02d}", shares, 1) for n, shares in enumerate(seen)]
+        first += [(f"other-{n:02d}", shares, 1) for n, shares in enumerate(others)]
+        trials = losses(first)
+        fitted, unseen = trials[: len(seen)], trials[len(seen) :]
+        found = choose(fitted)
+        chosen = {name: share.value for name, share in found.mixture.items()}
+        best = min(unseen, key=mean_bits).mixture
+        again = losses(
+            [
+                (f"{name}-{seed}", dict(shares), seed)
+                for name, shares in (("chosen", chosen), ("best", best))
+                for seed in SEEDS
+            ]
+        )
+    by_name = {"chosen": again[: len(SEEDS)], "best of the unseen": again[len(SEEDS) :]}
+    return {
+        "tokens": arguments.tokens,
+        "chosen": chosen,
+        "expected": found.objective.value,
+        "rank correlation, left out": found.rank_correlation,
+        "best of the unseen": dict(best),
+        "seen": [[dict(trial.mixture), mean_bits(trial)] for trial in fitted],
+        "unseen": [[dict(trial.mixture), mean_bits(trial)] for trial in unseen],
+        "seeds": {name: [mean_bits(trial) for trial in runs] for name, runs in by_name.items()},
+    }
+
+
+def mean_bits(trial: Any) -> float:
+    """Held-out bits per byte, the mean over channels."""
+    return sum(trial.bits_per_byte.values()) / len(trial.bits_per_byte)
+
+
+def show_mixture(of: dict[str, Any]) -> None:
+    """Both mixtures over seeds, and the interval of their difference (paired by seed)."""
+    from zero2all.experiments.statistics import mean_interval
+
+    chosen, best = of["seeds"]["chosen"], of["seeds"]["best of the unseen"]
+    apart = mean_interval([mine / other - 1 for mine, other in zip(chosen, best, strict=True)])
+    count = len(chosen)
+    print(f"\nmixture chosen {of['chosen']}: expected {of['expected']:.4f} bits per byte; the best of 20 unseen")
+    print(f"{of['best of the unseen']}: {min(bits for _, bits in of['unseen']):.4f} in its first run")
+    print(f"over {count} new seeds: chosen {sum(chosen) / count:.4f}, best of the unseen {sum(best) / count:.4f};")
+    print(f"chosen above it by {apart.value:+.2%} (95 %: {apart.low:+.2%} to {apart.high:+.2%})")
+
+
 # ---- speedrun --------------------------------------------------------------------------------------------------------
+
+
+def equal_time(arguments: argparse.Namespace) -> None:
+    """The sizes next to that of a finished speedrun, and nanochat, each for as many seconds."""
+    from zero2all.common.workspace import open_workspace
+    from zero2all.parallel.device import pick_device
+    from zero2all.quickstart.choose import LAWS, PRESETS, choices
+    from zero2all.quickstart.deadline import Deadline
+    from zero2all.quickstart.speedrun import Budget, Speedrun
+    from zero2all.train.run import train
+
+    workspace = open_workspace(arguments.work)
+    kept, stages = (json.loads((arguments.work / name).read_text()) for name in ("speedrun.json", "quickstart.json"))
+    device, seconds = pick_device("auto").type, stages["train"]["seconds"]
+    run = Speedrun(workspace, Budget(kept["seconds"]), PRESETS[device], (), device)
+    run.take_packed(workspace.packed)
+    found = choices(run.config, kept["unique_tokens"], seconds, run.speed, LAWS[device])
+    found.sort(key=lambda each: each.size)
+    place = [each.model.hidden_size for each in found].index(kept["run"]["model"]["hidden_size"])
+    first = max(0, min(place - 2, len(found) - 5))
+    path = arguments.work / "equal-time.json"
+    rows: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    rows["speedrun"] = {"width": found[place].model.hidden_size, **speedrun_row(arguments, run.config.train.name)}
+    for choice in [each for each in found[first : first + 5] if each is not found[place]]:
+        width = choice.model.hidden_size
+        if f"width {width}" in rows or (arguments.only and width not in arguments.only):
+            continue
+        config = run.run_config(choice, {"train.name": f"equal-time-{width}"})
+        watch = Deadline(workspace.run(config.train.name), config, time.monotonic() + seconds, 2 * config.train.steps)
+        begun = time.monotonic()
+        train(config, workspace, fresh=True, say=lambda _: None, brief=True, watch=watch)
+        taken = round(time.monotonic() - begun, 1)
+        rows[f"width {width}"] = {"width": width, "wall": taken, **speedrun_row(arguments, config.train.name)}
+        path.write_text(json.dumps(rows, indent=2))
+        print(rows[f"width {width}"], flush=True)
+    if arguments.nanochat and (not arguments.only or 0 in arguments.only):
+        rows["nanochat"] = nanochat_row(arguments, found[place].model, rows["speedrun"]["step_seconds"])
+    for row in rows.values():
+        row["bits_per_byte"] = row["loss"] * kept["bits_per_nat"]
+    path.write_text(json.dumps(rows, indent=2))
+    keep("equal_time", {"seconds": seconds, "rows": rows})
+
+
+def speedrun_row(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """The best validation of a run."""
+    from zero2all.model.config import parameter_counts
+    from zero2all.track.reader import RunReader
+    from zero2all.train.saved_config import load_run_config
+
+    folder = arguments.work / "runs" / name
+    of, config = RunReader(folder), load_run_config(folder)
+    losses, steps = of.series("eval/valid/loss"), of.series("time/step").value
+    counts, best = parameter_counts(config.model), int(losses.value.argmin())
+    step = float(sum(steps[10:]) / len(steps[10:]))
+    return {
+        "parameters": counts["total"],
+        "in_products": counts["matmul"],
+        "tokens": int(losses.tokens[best]),
+        "tokens_per_step": config.train.tokens_per_step,
+        "step_seconds": step * len(steps),
+        "loss": float(losses.value[best]),
+    }
+
+
+def nanochat_row(arguments: argparse.Namespace, model: Any, seconds: float) -> dict[str, Any]:
+    """nanochat at the depth of about the same width, for so many seconds of steps; and our run by the same scorer."""
+    import numpy as np
+
+    from benchmarks.learning import device, nanochat_model, scorer, train_once
+    from zero2all.common.workspace import open_workspace
+    from zero2all.infer.load import load_run
+    from zero2all.packed.shard_format import open_split, packed_sources
+    from zero2all.quickstart.choose import SEQ_LEN
+
+    work, length = arguments.work, SEQ_LEN[device()]
+    (source,) = packed_sources(open_workspace(work).packed)
+    split = open_split(open_workspace(work).packed, source, "valid")
+    tokens = split.read(0, split.tokens)
+    for name, part in (("valid", tokens), ("near", tokens[: 8 * length + 1])):
+        np.save(work / f"{name}.npy", part)
+    depth = max(2, 2 * round(model.hidden_size / 128))
+    size = {"depth": depth, "width": 64 * depth, "batch": NANOCHAT_BATCH, "seq_len": length}
+    if device() == "cpu":
+        size["batch"] = 4096
+    job = {"size": size, "windows": "L", "work": str(work), "nanochat": str(arguments.nanochat)}
+    ours = load_run(open_workspace(work), "quickstart" if device() == "cpu" else "z2all-100m")
+    mine = scorer(lambda rows: ours.model.to(device()).logits(ours.model(rows)), length)(tokens)
+    net, call = nanochat_model(job)
+    warm = train_once(job | {"tokens": 60 * size["batch"]}, net, call, 1)
+    steps = int(seconds / (warm["seconds"] / 60))
+    row = train_once(job | {"tokens": steps * size["batch"]}, net, call, 1)
+    return {
+        "width": size["width"],
+        "parameters": row["parameters"],
+        "tokens": steps * size["batch"],
+        "tokens_per_step": size["batch"],
+        "step_seconds": row["seconds"],
+        "loss": row["loss"],
+        "ours_by_its_scorer": mine,
+    }
+
+
+def show_equal_time(of: dict[str, Any]) -> None:
+    """Sizes and nanochat at equal time."""
+    ours = {name: row for name, row in of["rows"].items() if name != "nanochat"}
+    best = min(row["loss"] for row in ours.values())
+    print(
+        f"\n| {of['seconds']:.0f} s of training | parameters | tokens | a step | loss | to the best | bits per byte |"
+    )
+    print(f"|{'---|' * 7}")
+    for name, row in sorted(of["rows"].items(), key=lambda item: (item[0] == "nanochat", item[1]["parameters"])):
+        cells = [
+            name,
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['tokens'] / 1e6:.0f} M",
+            f"{row['tokens_per_step']:,}",
+        ]
+        cells += [f"{row['loss']:.4f}", f"{row['loss'] / best - 1:+.2%}" if name in ours else ""]
+        print(f"| {' | '.join(cells)} | {row['bits_per_byte']:.4f} |")
 
 
 def speedrun(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -341,6 +561,10 @@ def show() -> None:
         show_equal(found["equal"])
     if "speedrun" in found:
         show_speedruns(found["speedrun"])
+    if "equal_time" in found:
+        show_equal_time(found["equal_time"])
+    if "mixture" in found:
+        show_mixture(found["mixture"])
     if "kills" in found:
         of = found["kills"]
         print(
