@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import BILLION, environment
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.common.files import write_atomic
 from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.manifest import fingerprint

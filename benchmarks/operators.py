@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import BILLION
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.common.errors import UsageError
 from zero2all.common.files import write_json
 from zero2all.common.progress import say, show_log

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import BILLION, machine
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.common.files import write_json
 from zero2all.measure.child import MEASURED, OUT_OF_MEMORY
 from zero2all.measure.verify import ShortRun, verify

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from zero2all.cli.overview import HELP, JOURNEY
-from zero2all.cli.table import print_table
-from zero2all.cli.terminal import fitted, wrapped
+from zero2all.cli.terminal import fitted, print_table, wrapped
 from zero2all.common import progress
 
 UNREAD = "| true; exit ${PIPESTATUS[0]}"

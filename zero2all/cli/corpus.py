@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.table import print_table
-from zero2all.cli.terminal import wrapped
+from zero2all.cli.terminal import print_table, wrapped
 from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.evaluate import look_for, named_tasks
-from zero2all.cli.table import print_table
-from zero2all.cli.terminal import has_colour
+from zero2all.cli.terminal import has_colour, print_table
 from zero2all.cli.verb import TYPES, group, verb, whole, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t

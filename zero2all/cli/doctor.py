@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import LAST_PORT, verb, write_json_result
 from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded

@@ -57,7 +57,7 @@ MODULES = {
     **{"chaos": "train", "inspect": "runs", "board": "track", "watch": "track", "plot": "track"},
     **{"track": "track", "eval": "evaluate", "generate": "generate", "chat": "generate", "serve": "generate"},
     **{"export": "exchange", "import": "exchange", "sft": "finetune", "dpo": "finetune", "rl": "finetune"},
-    **{"sweep": "sweep", "scaling": "experiments", "mixture": "experiments", "perf": "perf", "doctor": "doctor"},
+    **{"sweep": "experiments", "scaling": "experiments", "mixture": "experiments", "perf": "perf", "doctor": "doctor"},
 }
 """The first words of the command line, in the order of the help, and the file of each: only that one is imported."""
 REMOVED = {

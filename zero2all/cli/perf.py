@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.cli import perf_calculators, perf_predict
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import TYPES, amount, count, duration, group, share, verb, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import AMOUNT, COUNT, TAKES_FIELDS, TIME, amount, count, duration, verb, write_json_result
 from zero2all.common.language import translate as t
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from zero2all.cli.runs import open_run
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.cli.track import print_goodput
 from zero2all.cli.verb import share, verb, write_json_result
 from zero2all.common.errors import UsageError

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import SHARED, WORK_FLAG, print_json, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t

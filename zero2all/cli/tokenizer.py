@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zero2all.cli.table import print_table
-from zero2all.cli.terminal import has_colour
+from zero2all.cli.terminal import has_colour, print_table
 from zero2all.cli.verb import group, print_json, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
@@ -227,8 +226,7 @@ def _extend(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     from zero2all.common.files import write_json
     from zero2all.tokenizer.lab.candidates import held_out_text, open_candidates
-    from zero2all.tokenizer.lab.evaluation_report import evaluation_tables
-    from zero2all.tokenizer.lab.measure import evaluate
+    from zero2all.tokenizer.lab.measure import evaluate, evaluation_tables
     from zero2all.tokenizer.sampling import parse_bytes
 
     limit = parse_bytes(arguments.limit)

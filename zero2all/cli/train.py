@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero2all.cli.parser import Parser
-from zero2all.cli.table import print_table
+from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import add_declared, verb, workspace_of
 from zero2all.common.errors import PeerFailureError, UsageError
 from zero2all.common.language import translate as t
