@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.diloco_two_machines import workspace_beside
 from benchmarks.machine import BILLION, save_result
 from zero2all.config import load_config
-from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.fragments import Clock
+from zero2all.diloco.config import Clock, DilocoConfig
 from zero2all.track.reader import read_run
 
 GROUPS, RANKS = 2, 2

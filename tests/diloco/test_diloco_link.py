@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.waiting import wait_until
 from zero2all.common.errors import AbsentGroupsError, PeerFailureError, PreemptedError, UsageError
 from zero2all.config import ConfigError, config_from_values
-from zero2all.diloco import coordinator, joining
+from zero2all.diloco import coordinator
 from zero2all.diloco import link as diloco_link
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.link import GroupLink, link_facts, own_group
@@ -195,7 +195,7 @@ def test_groups_that_differ_or_do_not_come_are_named():
 
 
 def test_a_group_that_waits_says_why_and_ends_on_a_signal(monkeypatch, capfd):
-    monkeypatch.setattr(joining, "NOTICE_SECONDS", 0.5)
+    monkeypatch.setattr(diloco_link, "NOTICE_SECONDS", 0.5)
     settings, stopped_at = settings_of(3), []
     silent = socket.create_server(("127.0.0.1", int(settings[0].groups[1].rpartition(":")[2])))  # another program
     name = DilocoConfig([*settings[0].groups[:2], "no.such.invalid:1"], 0, settings[0].bind)

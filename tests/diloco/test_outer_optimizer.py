@@ -24,8 +24,7 @@ from zero2all.config import ConfigError
 from zero2all.config.training import OptimConfig
 from zero2all.diloco import ranks
 from zero2all.diloco.compress import decode, encode, is_sound, payload_bytes
-from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.fragments import Clock, names_by_fragment
+from zero2all.diloco.config import Clock, DilocoConfig, names_by_fragment
 from zero2all.diloco.link import GroupLink, Membership
 from zero2all.diloco.messages import Key
 from zero2all.diloco.outer_optimizer import OuterOptimizer

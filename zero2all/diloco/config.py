@@ -1,7 +1,9 @@
-"""The section `diloco`: groups of processes that train one model and exchange weights every H steps."""
+"""The section `diloco`: groups of processes that train one model and exchange weights every H steps, and when."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -53,6 +55,10 @@ class DilocoConfig:
         """Parts in which a model of `layers` blocks is sent."""
         return -(-layers // self.fragment_layers) + 1 if self.scheme == "streaming" else 1
 
+    def clock(self, layers: int, last_step: int | None) -> Clock:
+        """The clock of the scheme, for a model of `layers` blocks."""
+        return Clock(self.every, self.fragments(layers), self.tau if self.scheme == "streaming" else 0, last_step)
+
     def problems(self, place: str) -> list[Problem]:
         """Fields that are valid alone but do not fit together."""
         found = []
@@ -74,3 +80,59 @@ class DilocoConfig:
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     return bool(host) and not set(host) & set(" /@,") and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Due:
+    """A fragment to send now. Its number rises with every exchange, also when a finished run is extended: odd numbers
+    are scheduled exchanges, even ones the extra exchange at the end."""
+
+    number: int
+    fragment: int
+    merge_step: int  # after this step its outer weights go into the model
+    mixes: bool  # with the weights that the model has by then
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When fragments are sent.
+
+    A fragment is sent once in every H steps (a round). `streaming` cuts the model into fragments of a few blocks, taken
+    at equal distances (block i of n fragments belongs to fragment i % n), and one more with embedding, head and last
+    norm; they are sent one after the other over the H steps. `diloco` sends the whole model at the end of a round.
+
+        round k, fragment f of F:   after step  k H + (f + 1) H // F
+    """
+
+    every: int  # steps of a round: H
+    fragments: int
+    tau: int  # steps between sending a fragment and using the answer
+    last_step: int | None = None  # after this step, everything that is not sent then by the clock is sent too
+
+    def due(self, step: int) -> list[Due]:
+        """What is sent after `step`."""
+        done = (step - 1) // self.every  # rounds
+        offsets = [(fragment + 1) * self.every // self.fragments for fragment in range(self.fragments)]
+        is_last, now = step == self.last_step, step - done * self.every
+        wait = 0 if is_last else self.tau
+        found = [
+            Due(2 * (done * self.fragments + at) + 1, at, step + wait, wait > 0)
+            for at, offset in enumerate(offsets)
+            if offset == now
+        ]
+        if is_last:
+            number = 2 * (done * self.fragments + sum(offset <= now for offset in offsets))
+            found += [Due(number, at, step, False) for at, offset in enumerate(offsets) if offset != now]
+        return found
+
+
+def names_by_fragment(names: Iterable[str], fragments: int) -> list[list[str]]:
+    """The parameters of each fragment."""
+    found: list[list[str]] = [[] for _ in range(fragments)]
+    for name in names:
+        block = _BLOCK.match(name)
+        found[int(block[1]) % (fragments - 1) if block and fragments > 1 else -1].append(name)
+    return found

@@ -18,26 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zero2all.common.connections import Connection, ConnectionListener
-from zero2all.common.errors import PreemptedError, UsageError, for_all_ranks
+from zero2all.common.connections import Connection, ConnectionListener, NotOfThisRunError, dial, split_address
+from zero2all.common.errors import AbsentGroupsError, PreemptedError, UsageError, for_all_ranks
+from zero2all.common.language import message
 from zero2all.common.progress import say
+from zero2all.diloco import transport
 from zero2all.diloco.config import DilocoConfig
 from zero2all.diloco.coordinator import KEPT_NUMBERS, RoundCoordinator
-from zero2all.diloco.joining import LOOKS, wait_for_groups
 from zero2all.diloco.messages import GroupEra, History, Key, Payload, parse
-from zero2all.diloco.transport import (
-    PAYLOAD,
-    STATE,
-    Channel,
-    DuplicateError,
-    Expected,
-    Greeting,
-    PayloadId,
-    RefusalError,
-    dial_group,
-    keep_connected,
-    listen_for_groups,
-)
 
 GROUP_VARIABLE = "Z2A_GROUP"
 """The number of this group, where neither the config nor the command line says it."""
@@ -84,7 +72,7 @@ class Membership:
     """What must be equal in all groups (`link_facts`), as JSON has it."""
     secret: bytes
     """Who does not know it is not heard."""
-    expected: Expected
+    expected: transport.Expected
     join_seconds: float = 300.0
     history: str = ""
     """What `GroupLink.history` was when the state was saved from which this group continues."""
@@ -108,20 +96,22 @@ class GroupLink:
         self._state: bytes | None = None
         self._is_over = False
         self.data = {
-            group: Channel(
+            group: transport.Channel(
                 f"group {group}", lambda _: None, lambda _: None, partial(self._take_payload, group), me.expected
             )
             for group in self._coordinator.control
         }
         self._coordinator.last_chunk_at = lambda group: self.data[group].last_chunk_at
         self._door = ConnectionListener(
-            listen_for_groups(config, self.group), me.secret, self._admit, f"group {self.group}"
+            transport.listen_for_groups(config, self.group), me.secret, self._admit, f"group {self.group}"
         )
         for group in range(self.group):  # the higher-numbered group dials
             for stream in range(CONTROL, config.streams):
-                greeting = Greeting(me.run, self._life, self.group, group, stream)
-                connect = partial(dial_group, config.groups[group], me.secret, greeting)
-                keep_connected(self._channel(group, stream), stream, connect, partial(self._on_refusal, group))
+                greeting = transport.Greeting(me.run, self._life, self.group, group, stream)
+                connect = partial(transport.dial_group, config.groups[group], me.secret, greeting)
+                transport.keep_connected(
+                    self._channel(group, stream), stream, connect, partial(self._on_refusal, group)
+                )
         threading.Thread(target=self._coordinator.run, daemon=True, name="diloco-coordinator").start()
         try:
             wait_for_groups(self._coordinator, me.secret, me.join_seconds, me.is_stopped)
@@ -137,7 +127,7 @@ class GroupLink:
     def offer(self, key: Key, payload: bytes) -> None:
         """Hand over this group's payload; it is sent in the background."""
         coordinator = self._coordinator
-        item = PayloadId(PAYLOAD, key, GroupEra(self.group, coordinator.era))
+        item = transport.PayloadId(transport.PAYLOAD, key, GroupEra(self.group, coordinator.era))
         for channel in self.data.values():
             channel.forget(key.number - KEPT_NUMBERS)
             if key > coordinator.history.last:  # else it is late
@@ -175,7 +165,7 @@ class GroupLink:
         with self._coordinator.changed:
             requests, self._coordinator.requests = self._coordinator.requests, {}
         for number, group in requests.items():
-            self.data[group].send(PayloadId(STATE, Key(number, 0), GroupEra(self.group, 0)), state)
+            self.data[group].send(transport.PayloadId(transport.STATE, Key(number, 0), GroupEra(self.group, 0)), state)
 
     def stays(self) -> bool:
         """Call this when training is complete, again while it gives True: groups that are behind may ask for the
@@ -205,7 +195,7 @@ class GroupLink:
             channel.close(max(0.0, deadline - time.monotonic()))
         self._door.close()
 
-    def _channel(self, group: int, stream: int) -> Channel:
+    def _channel(self, group: int, stream: int) -> transport.Channel:
         return self._coordinator.control[group] if stream == CONTROL else self.data[group]
 
     def _admit(self, connection: Connection) -> None:
@@ -213,7 +203,7 @@ class GroupLink:
         if connection.hello == LOOKS:
             connection.close()
             return
-        greeting, run = parse(Greeting, connection.hello), self._me.run
+        greeting, run = parse(transport.Greeting, connection.hello), self._me.run
         is_known = greeting.group in range(self.group + 1, self._me.config.count)
         is_meant = (greeting.run, greeting.to) == (run, self.group)
         if not (is_known and is_meant and greeting.stream in range(CONTROL, self._me.config.streams)):
@@ -234,7 +224,7 @@ class GroupLink:
         channel = self._channel(greeting.group, greeting.stream)
         channel.attach(greeting.stream, connection.socket, greeting.life, connection.address)
 
-    def _refuse_duplicate(self, greeting: Greeting, first: str, connection: Connection) -> None:
+    def _refuse_duplicate(self, greeting: transport.Greeting, first: str, connection: Connection) -> None:
         if greeting.life not in self._refused and len(self._refused) < MOST_REFUSED:
             self._refused.add(greeting.life)
             say(
@@ -245,11 +235,11 @@ class GroupLink:
             connection.send({"duplicate": [first, connection.address]})
         connection.close()
 
-    def _on_refusal(self, group: int, error: RefusalError) -> None:
+    def _on_refusal(self, group: int, error: transport.RefusalError) -> None:
         """A duplicate is an error only after some seconds: the connection of a process that crashed stays open for a
         while."""
         coordinator = self._coordinator
-        if isinstance(error, DuplicateError):
+        if isinstance(error, transport.DuplicateError):
             other, own = error.args
             self._refused_at = self._refused_at or time.monotonic()
             if time.monotonic() > self._refused_at + DUPLICATE_SECONDS:
@@ -262,8 +252,8 @@ class GroupLink:
         elif not coordinator.is_running:
             coordinator.fail(UsageError(f"Group {group} of diloco.groups: {error} Nothing was started."))
 
-    def _take_payload(self, sender: int, item: PayloadId, payload: bytes, fault: str) -> None:
-        if item.kind == STATE:
+    def _take_payload(self, sender: int, item: transport.PayloadId, payload: bytes, fault: str) -> None:
+        if item.kind == transport.STATE:
             if fault := fault or self._me.expected.fault(None, payload):
                 fault = (
                     f"Group {sender} ({self.data[sender].peer}) gave its outer state to this group, which cannot use "
@@ -273,7 +263,7 @@ class GroupLink:
         elif item.member.group == sender:
             self._judge(item, payload, fault)
 
-    def _judge(self, item: PayloadId, payload: bytes, fault: str) -> None:
+    def _judge(self, item: transport.PayloadId, payload: bytes, fault: str) -> None:
         """Whether a payload can be used. All groups look at the same bytes in the same way, so a group whose payload
         has a fault is left out of that round everywhere."""
         group, (number, fragment) = item.member.group, item.key
@@ -286,3 +276,89 @@ class GroupLink:
             )
         (self._faulty.add if fault else self._faulty.discard)(group)
         self._coordinator.payload_came(Payload(item.key, item.member), payload, not fault)
+
+
+LOOK_SECONDS, NOTICE_SECONDS, AGAIN_SECONDS = 1.0, 10.0, 60.0
+"""While a group waits for another: pause between two looks why it does not come, and when that is said."""
+REASON_SECONDS = 0.5
+"""After a failed start: so that the other groups see what differs, too."""
+LOOKS = {"looks": True}
+"""The hello of a process that only wants to know who listens."""
+
+
+def wait_for_groups(
+    coordinator: RoundCoordinator, secret: bytes, seconds: float, is_stopped: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait until the coordinator runs or has failed, or a signal comes."""
+    reasons: list[str] = []
+    threading.Thread(target=_look_for_missing, args=(coordinator, secret, reasons), daemon=True).start()
+    deadline = time.monotonic() + seconds
+    with coordinator.changed:
+        while not _is_over(coordinator) and not is_stopped():
+            if not coordinator.missing():
+                coordinator.begin()
+                # As long as it takes to get a state, while the group that has it is there.
+                deadline = max(deadline, time.monotonic() + seconds)
+            elif time.monotonic() > deadline:
+                coordinator.fail(_absence(coordinator, seconds, reasons))
+            coordinator.changed.wait(0.2)
+    if coordinator.failure is not None:
+        time.sleep(REASON_SECONDS)
+
+
+def _is_over(coordinator: RoundCoordinator) -> bool:
+    return coordinator.is_running or coordinator.failure is not None or coordinator.is_closed
+
+
+def _absence(coordinator: RoundCoordinator, seconds: float, reasons: list[str]) -> AbsentGroupsError:
+    """Who did not come in time."""
+    config = coordinator.config
+    names = ", ".join(f"{group} ({config.groups[group]})" for group in coordinator.missing())
+    lines = [
+        f"These groups of {config.count} did not join within parallel.join_seconds ({seconds:g} s): {names}. Look for "
+        f"their errors, and check that their addresses in diloco.groups are right and that no firewall blocks the "
+        f"port.",
+        *reasons,
+    ]
+    if coordinator.history.weight:
+        lines.append(
+            "If they have finished the run, start them again, too: they give their final weights to this group. Or "
+            "copy their run folder."
+        )
+    return AbsentGroupsError(" ".join(lines))
+
+
+def _look_for_missing(coordinator: RoundCoordinator, secret: bytes, reasons: list[str]) -> None:
+    """In a thread: find out why other groups do not come, and say it after a while."""
+    say_at = time.monotonic() + NOTICE_SECONDS
+    while True:
+        with coordinator.changed:
+            if coordinator.changed.wait_for(lambda: _is_over(coordinator), LOOK_SECONDS):
+                return
+            missing = coordinator.missing()
+        reasons[:] = [_why_missing(coordinator, group, secret) for group in missing]  # no lock: a name may take seconds
+        if reasons and time.monotonic() > say_at:
+            say_at = time.monotonic() + AGAIN_SECONDS
+            say(f"z2a: waiting for other groups. {' '.join(reasons)}")
+
+
+def _why_missing(coordinator: RoundCoordinator, group: int, secret: bytes) -> str:
+    from zero2all.parallel.rendezvous import why_not_reached  # needs torch
+
+    own, address = coordinator.group, coordinator.config.groups[group]
+    if group in coordinator.statuses:
+        return message(f"Group {group} at {address} is here, but has not met all other groups.")
+    try:
+        dial(split_address(address), secret, f"group {group}", LOOKS, LOOK_SECONDS).close()
+        why = ""
+    except NotOfThisRunError as error:
+        why = str(error)
+    except OSError:
+        why = why_not_reached(*split_address(address), f"group {group}")
+    if why:
+        return message(f"Group {group} cannot be reached at {address}: {why}.")
+    if group < own:
+        return message(f"At {address} something answers, but not as group {group} does: the port is wrong.")
+    here = coordinator.config.groups[own]
+    why = f"a firewall blocks the way to {here}, it has another address for group {own}, or the port is wrong"
+    return message(f"Group {group} at {address} can be reached, but has not connected to group {own}: {why}.")

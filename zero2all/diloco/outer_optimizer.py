@@ -31,8 +31,7 @@ from torch import Tensor
 from zero2all.common.errors import AnomalyError
 from zero2all.common.progress import counted
 from zero2all.diloco.compress import decode, encode, keeps_error, payload_bytes
-from zero2all.diloco.config import DilocoConfig
-from zero2all.diloco.fragments import Due, make_clock, names_by_fragment
+from zero2all.diloco.config import DilocoConfig, Due, names_by_fragment
 from zero2all.diloco.messages import Key
 from zero2all.diloco.ranks import Layout, RankLink
 from zero2all.ops.host_memory import REGION_BYTES, PinnedMemory
@@ -136,7 +135,7 @@ class OuterOptimizer:
         self.ranks: RankLink | None = None
         self.is_behind = False
         """Whether the others went on without this group, which must adopt their state. Equal on all ranks."""
-        self.clock = make_clock(config, layers, last_step)
+        self.clock = config.clock(layers, last_step)
         self._flights: list[_Flight] = []
         self._sent_at: dict[int, int] = {}  # the step at which a fragment was sent last
         self.missed: dict[str, float] = {}  # by group: steps of which nothing came into the outer weights
