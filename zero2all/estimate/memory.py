@@ -168,7 +168,7 @@ def _phases_after_passes(model: ModelConfig, settings: MemorySettings) -> tuple[
 
 
 BLOCK_OF_8BIT_MOMENTS = 256
-"""Values with one float32 scale (`zero2all.train.optimizers.adamw_8bit`)."""
+"""Values with one float32 scale (`zero2all.train.optimizers.rounding`)."""
 BORDER = 128
 """Flat buffers are cut at multiples of this many values."""
 KINDS_APART: dict[str, tuple[ParameterKind, ...]] = {

@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from zero2all.parallel.parts import Box, TensorPart
-from zero2all.train.optimizers.adamw_8bit import decode, encode
-from zero2all.train.optimizers.rounding import _at_places, fraction, places_of, random_bits, rounding_key, to_bfloat16
+from zero2all.train.optimizers.rounding import (
+    _at_places,
+    decode,
+    encode,
+    fraction,
+    places_of,
+    random_bits,
+    rounding_key,
+    to_bfloat16,
+)
 
 MANY = 1 << 16
 

@@ -16,10 +16,9 @@ from zero2all.ops.implementation import compiler_problem, has_triton
 from zero2all.parallel.buckets import Cut
 from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.train.optimizers.adamw import AdamW
-from zero2all.train.optimizers.adamw_8bit import AdamW8bit
-from zero2all.train.optimizers.adamw_bf16 import AdamWBf16
 from zero2all.train.optimizers.base import Master, Optimizer, ParameterGroup, ParamState, decay_of
 from zero2all.train.optimizers.muon import MUON_KINDS, Muon
+from zero2all.train.optimizers.rounding import AdamW8bit, AdamWBf16
 
 Implementation = Literal["auto", "eager", "fused", "compiled"]
 """eager: one operation after the other; fused: torch's kernel, AdamW only; compiled: torch.compile's kernel."""

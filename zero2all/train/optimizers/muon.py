@@ -34,17 +34,8 @@ from torch import Tensor
 from zero2all.config.training import OptimConfig
 from zero2all.parallel.parameter_table import LogicalParameter
 from zero2all.parallel.parts import TensorPart
+from zero2all.train.optimizers import base
 from zero2all.train.optimizers.adamw import AdamW
-from zero2all.train.optimizers.base import (
-    Optimizer,
-    ParameterGroup,
-    ParamState,
-    StepInputs,
-    master_dtype,
-    replace,
-    scaled,
-    zeros_like_master,
-)
 
 POLAR_EXPRESS = (
     (8.15655, -22.48329, 15.87877),
@@ -69,16 +60,16 @@ SYMMETRIC_ROWS = 512
 """From here on the kernel that computes half of a symmetric product is taken."""
 
 Tensors = Sequence[Tensor]
-Stack = list[ParamState]
+Stack = list[base.ParamState]
 """Parameters whose matrices have equal shapes and are orthogonalised together."""
 
 
-class Muon(Optimizer):
+class Muon(base.Optimizer):
     """Orthogonalised momentum for matrices, AdamW for routers, embeddings, head, norms and biases."""
 
     def __init__(
         self,
-        groups: Sequence[ParameterGroup],
+        groups: Sequence[base.ParameterGroup],
         rest: Sequence[AdamW],
         config: OptimConfig,
         holders: dist.ProcessGroup | None = None,
@@ -94,19 +85,19 @@ class Muon(Optimizer):
         if not groups:
             self.updates = self.rest[0].updates  # on the device
 
-    def initial_state(self, param: ParamState) -> dict[str, TensorPart]:
+    def initial_state(self, param: base.ParamState) -> dict[str, TensorPart]:
         """The momentum, and at the owner of a matrix the mean squares of its lines."""
-        state, part, one = {"momentum": zeros_like_master(param)}, param.part, param.parameter
+        state, part, one = {"momentum": base.zeros_like_master(param)}, param.part, param.parameter
         lines = (one.alternating, max(matrix_shape(one)))
         size = lines if len(one.shape) == 2 else (*part.values.shape[:-2], *lines)
-        squares = part.values.new_zeros(size, dtype=master_dtype(part.values))
+        squares = part.values.new_zeros(size, dtype=base.master_dtype(part.values))
         if len(one.shape) > 2:  # a stack is cut between its matrices
             state["mean_squares"] = part.by_row(squares, (*one.shape[1:-2], *lines))
         elif not _is_cut(param) or (self.owners is not None and self.owners.is_own(param)):
             state["mean_squares"] = TensorPart.whole(squares)
         return state
 
-    def update(self, inputs: StepInputs) -> None:
+    def update(self, inputs: base.StepInputs) -> None:
         """Matrices of equal shape together, as many as STACK_VALUES allows; then the rest."""
         mu = self.config.momentum if self.momentum is None else self.momentum
         for group in self.matrices:
@@ -136,7 +127,7 @@ class Muon(Optimizer):
             take_step(param.weight, one, factor, turn, numbers, self.kernels)
 
     def _update_cut(self, owners: MatrixOwners, params: Stack, numbers: Numbers) -> None:
-        def direction(param: ParamState) -> Tensor:
+        def direction(param: base.ParamState) -> Tensor:
             assert param.gradient is not None, "update takes only params with a gradient"
             ahead = look_ahead(param.gradient, param.moment("momentum"), numbers)
             return ahead.to(self._dtype(ahead))
@@ -199,16 +190,16 @@ def prepare(
 
 def look_ahead(gradient: Tensor, momentum: Tensor, numbers: Numbers) -> Tensor:
     """Update a momentum; returns what to orthogonalise, or the part of it in this process."""
-    gradient, mu = scaled(gradient, numbers.scale), numbers.mu
+    gradient, mu = base.scaled(gradient, numbers.scale), numbers.mu
     new = mu * momentum + (1 - mu) * gradient
-    replace(momentum, new, numbers.skip)
+    base.replace(momentum, new, numbers.skip)
     return (1 - mu) * gradient + mu * new if numbers.nesterov else new
 
 
 def of_unit_length(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Scaled so that all rows have equal length and the matrix at most length 1, so that its singular values are at
     most 1. (Rows of zeros make it shorter; the polynomial lifts small singular values.)"""
-    x = x.to(master_dtype(x))
+    x = x.to(base.master_dtype(x))
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=SHORTEST)
     return (x / (SAFETY * math.sqrt(x.shape[-2]) * lengths)).to(dtype)
 
@@ -234,13 +225,13 @@ def line_factors(o: Tensor, squares: Tensors, beta2: float, skip: Tensor | None)
     weights: o of length sqrt(min(rows, columns)), its lines divided by their usual root mean square, at its old length
     and times the factor of its shape. Updates the mean squares."""
     rows, columns = o.shape[-2:]
-    lengths = torch.linalg.vector_norm(o, dim=_across(o), dtype=master_dtype(o)).square()
+    lengths = torch.linalg.vector_norm(o, dim=_across(o), dtype=base.master_dtype(o)).square()
     factors = torch.ones_like(lengths)
     if beta2:
         now = lengths / lengths.sum(dim=-1, keepdim=True).clamp(min=TINY)  # means, as o has the length sqrt(least)
         mean = beta2 * torch.cat([one.flatten(0, -2) for one in squares]) + (1 - beta2) * now
         for one, new in zip(squares, mean.split([one.flatten(0, -2).shape[0] for one in squares]), strict=True):
-            replace(one, new.view(one.shape), skip)
+            base.replace(one, new.view(one.shape), skip)
         factors = mean.clamp(min=TINY).rsqrt()
     length = (lengths * factors.square()).sum(dim=-1, keepdim=True).clamp(min=TINY)
     return factors * (max(1.0, rows / columns) * min(rows, columns) / length).sqrt()
@@ -263,7 +254,7 @@ def take_step(weight: Tensor, o: Tensor, factors: Tensor | None, turns: int, num
     lost = numbers.decay * target
     if numbers.cautious:
         lost = torch.where(step * target >= 0, lost, 0.0)
-    replace(target, target - numbers.lr * (step + lost), numbers.skip)
+    base.replace(target, target - numbers.lr * (step + lost), numbers.skip)
 
 
 def matrix_shape(parameter: LogicalParameter) -> tuple[int, int]:
@@ -281,13 +272,13 @@ def _across(o: Tensor) -> int:
     return -1 if o.shape[-2] >= o.shape[-1] else -2
 
 
-def _is_cut(param: ParamState) -> bool:
+def _is_cut(param: base.ParamState) -> bool:
     """Whether other processes hold some of each matrix; the same answer in all of them."""
     part = param.part
     return len(part.shape) == 2 and not param.is_elsewhere and (part.group is not None or part.lengths != part.shape)
 
 
-def stacks_of(params: Sequence[ParamState]) -> Iterator[Stack]:
+def stacks_of(params: Sequence[base.ParamState]) -> Iterator[Stack]:
     """Parameters whose matrices have equal shapes together, in stacks of about the same size."""
     alike: dict[tuple[int, int], Stack] = {}
     for param in params:
@@ -312,7 +303,7 @@ class MatrixOwners:
     what it holds of the owner's matrices.
     """
 
-    def __init__(self, params: Sequence[ParamState], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, params: Sequence[base.ParamState], group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         names = [param.parameter.name for param in params]
@@ -331,11 +322,11 @@ class MatrixOwners:
             held = sum(rows * columns for _, _, rows, columns in {tuple(box) for box in found})
             assert held == math.prod(param.parameter.shape), f"{name} is not held once by the group"
 
-    def is_own(self, param: ParamState) -> bool:
+    def is_own(self, param: base.ParamState) -> bool:
         """Whether this process owns a matrix."""
         return self._owners[param.parameter.name] == self._rank
 
-    def rounds(self, params: Iterable[ParamState]) -> Iterator[list[Stack]]:
+    def rounds(self, params: Iterable[base.ParamState]) -> Iterator[list[Stack]]:
         """The matrices in rounds of a stack for each owner, an empty one where an owner has no more. Costly stacks come
         first, so that the owners of a round have about as much to do."""
         owned: list[Stack] = [[] for _ in range(self._ranks)]
