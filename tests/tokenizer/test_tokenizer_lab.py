@@ -7,8 +7,7 @@ import pytest
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.tokenizer.lab.candidates import EvalText, open_candidates
-from zero2all.tokenizer.lab.evaluation_report import evaluation_tables
-from zero2all.tokenizer.lab.measure import JUNK, evaluate, junk_sort
+from zero2all.tokenizer.lab.measure import JUNK, evaluate, evaluation_tables, junk_sort
 
 NASTY = "<script>alert('1')</script> & \"quotes\" </div>\x00 <b onmouseover=x>\n\ttab"
 

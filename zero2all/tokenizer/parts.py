@@ -15,17 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from zero2all.common import records
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.manifest import fingerprint
-from zero2all.common.records import (
-    READERS,
-    TITLE_AND_TEXT,
-    corpus_sources,
-    record_of_line,
-    text_template,
-    training_text,
-)
 from zero2all.tokenizer.sampling import belongs, shares
 
 PART_BYTES = 64 << 20
@@ -59,25 +52,25 @@ class ShardPart(TextPart):
     share: Fraction
     byte_range: tuple[int, int] | None
     """First byte, and the byte after the last; both at line borders. None reads the whole shard."""
-    template: str = TITLE_AND_TEXT
+    template: str = records.TITLE_AND_TEXT
     """How its records become training text."""
 
     def texts(self) -> Iterator[str]:
         """The text of every record that the share takes."""
         for record in self._records():
-            text = training_text(record, self.template)
+            text = records.training_text(record, self.template)
             if belongs(text, self.share):
                 yield text
 
     def _records(self) -> Iterator[dict[str, Any]]:
         if self.byte_range is None:
-            yield from READERS[self.path.name.partition(".")[2]](self.path, self.source)
+            yield from records.READERS[self.path.name.partition(".")[2]](self.path, self.source)
             return
         place, end = self.byte_range
         with open(self.path, "rb") as file:
             file.seek(place)
             while place < end and (line := file.readline()):
-                yield record_of_line(line, self.path, f"the line at byte {place}")
+                yield records.record_of_line(line, self.path, f"the line at byte {place}")
                 place += len(line)
 
 
@@ -122,13 +115,13 @@ def corpus_parts(
     corpus: Path, take: Mapping[str, str] | str | None, part_bytes: int = PART_BYTES
 ) -> tuple[list[ShardPart], dict[str, dict[str, Any]]]:
     """The training split of every source that is taken, in parts; and, by source, what is taken of it."""
-    sources = corpus_sources(corpus)
+    sources = records.corpus_sources(corpus)
     sizes = {name: _train_bytes(manifest["report"]) for name, manifest in sources.items()}
     chosen = shares(take, sizes)
     parts: list[ShardPart] = []
     for source, manifest in sources.items():
-        share, template = chosen[source], text_template(manifest)
-        unusual = [] if template == TITLE_AND_TEXT else [template]
+        share, template = chosen[source], records.text_template(manifest)
+        unusual = [] if template == records.TITLE_AND_TEXT else [template]
         files = {name: facts for name, facts in manifest["files"].items() if name.startswith("train/part-")}
         disk_bytes = sum(facts["bytes"] for facts in files.values())
         for name, facts in sorted(files.items()):
