@@ -9,7 +9,7 @@ rungs       a trial is judged at several budgets: at each it branches, and the b
 halving     rungs at 1/9 and 1/4 of the run, after each of which a third of the trials goes on, but at least two: a
             short run may prefer a neighbour of the best value, and two that end can be compared; 9 trials train 34 to
             38 % of the steps of a full grid (decay_share 0.2 to 0.65)
-search      trials one after the other where a library suggests values (`search`)
+search      trials one after the other where a library suggests values (`suggest`)
 
 All arms of a seed see the same text in the same order, from the same initial weights where shapes allow: differences
 are compared seed by seed (`statistics`).
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -40,7 +40,7 @@ from zero2all.model.config import parameter_counts
 from zero2all.packed.shard_format import PackedSplit
 from zero2all.parallel.device import pick_device
 
-SIZE, BUDGET = "size", "train.tokens"
+SIZE = "size"
 HALVING, LEAST_KEPT = 3, 2
 HALVING_RUNGS: tuple[float, ...] = (1 / 9, 1 / 4)
 USUAL_SPEED, HOST_SECONDS = 0.7, 0.03
@@ -263,8 +263,6 @@ class Sweep:
         """The next batch of a search, from the batches before, once all of them are known: the same after a restart."""
         if self.plan.search is None or any(self.value_of(trial) is None for trial in self.trials):
             return []
-        from zero2all.experiments.search import suggest
-
         known, first = self.means(), len(self.trials) // self.plan.seeds
         batch = range(first, min(first + self.at_once, self.plan.trials))
         return [trial for number in batch for trial in self.add(suggest(self.plan, number, known))]
@@ -410,3 +408,41 @@ def share_of_device(config: RunConfig, at_once: int) -> float:
         return 1 / at_once
     computing = 6 * parameter_counts(config.model)["matmul"] * config.train.tokens_per_step / (USUAL_SPEED * peak)
     return max(1 / at_once, computing / (computing + HOST_SECONDS))
+
+
+WIDE = 8
+"""A range whose ends are this many times apart is searched by its logarithm."""
+
+
+def suggest(plan: Any, number: int, known: Mapping[tuple[Any, ...], float]) -> tuple[Any, ...]:
+    """What Optuna suggests for trial `number` of a SweepPlan; `known`: settings -> the metric to be minimised.
+
+    The ledger is the truth: Optuna's study is made anew from it each time, so that a suggestion is a function of the
+    plan, its number and the results before its batch, and a sweep that was killed goes on as it would have.
+    """
+    try:
+        import optuna
+
+        if plan.search == "gp":
+            import scipy  # noqa: F401  # which it needs
+    except ImportError as error:
+        raise UsageError(f"--search needs the package {error.name}: pip install 'zero2all[search]'.") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    space: dict[str, Any] = {}
+    for axis in plan.axes:
+        if axis.is_range:
+            is_wide = axis.high / axis.low >= WIDE
+            space[axis.field] = optuna.distributions.FloatDistribution(axis.low, axis.high, log=is_wide)
+        else:
+            space[axis.field] = optuna.distributions.CategoricalDistribution(axis.values)
+    samplers = {"tpe": optuna.samplers.TPESampler, "gp": optuna.samplers.GPSampler}
+    kind = samplers.get(plan.search or "", optuna.samplers.RandomSampler)
+    study = optuna.create_study(sampler=kind(seed=number + 1))
+    for settings, value in known.items():
+        parameters = dict(zip(space, settings, strict=True))
+        finite = value if math.isfinite(value) else 1e9
+        study.add_trial(optuna.trial.create_trial(params=parameters, distributions=space, value=finite))
+    asked = study.ask(space).params
+    ends = {axis.field: (axis.low, axis.high) for axis in plan.axes if axis.is_range}
+    rounded = {name: min(max(float(f"{asked[name]:.4g}"), low), high) for name, (low, high) in ends.items()}
+    return tuple((asked | rounded)[name] for name in space)
