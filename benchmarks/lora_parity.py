@@ -29,8 +29,7 @@ from zero2all.common.progress import say, show_log
 from zero2all.config.training import OptimConfig
 from zero2all.model.config import LORA_TARGETS, LoraConfig, ModelConfig
 from zero2all.model.hf import write_hf_folder
-from zero2all.model.lora import add_adapters, merge
-from zero2all.model.peft import read_adapter_folder, write_adapter_folder
+from zero2all.model.lora import add_adapters, merge, read_adapter_folder, write_adapter_folder
 from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.registry import resolve

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zero2all.config import RunConfig
 from zero2all.estimate.communication import communication_per_step
 from zero2all.estimate.memory import estimate_memory
+from zero2all.measure.short_run import LiveBytes
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
 from zero2all.parallel.check import check_spread
@@ -24,7 +25,6 @@ from zero2all.parallel.mesh import Mesh, axis_length, make_mesh
 from zero2all.parallel.world import World
 from zero2all.train import build
 from zero2all.train.build import empty_state, op_context
-from zero2all.train.live_bytes import LiveBytes
 from zero2all.train.micro_batch import least_samples, memory_settings
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import SCALARS

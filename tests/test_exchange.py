@@ -23,9 +23,8 @@ from zero2all.infer.text import generate
 from zero2all.model import hf
 from zero2all.model.config import LoraConfig, ModelConfig, MoeConfig
 from zero2all.model.hf_config import LAYOUTS, from_hf_config, hf_layout
-from zero2all.model.lora import initial_adapters, merge
+from zero2all.model.lora import initial_adapters, merge, write_adapter_folder
 from zero2all.model.moe import routers
-from zero2all.model.peft import write_adapter_folder
 from zero2all.model.z2all import Z2all
 from zero2all.packed.writer import pack_corpus
 from zero2all.parallel.parameter_table import model_parts

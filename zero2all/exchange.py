@@ -25,7 +25,7 @@ from zero2all.config.finetune import FinetuneConfig
 from zero2all.infer.load import LoadedModel
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, write_hf_folder
-from zero2all.model.peft import read_adapter_folder, write_adapter_folder
+from zero2all.model.lora import read_adapter_folder, write_adapter_folder
 from zero2all.tokenizer.chat import own_template
 from zero2all.tokenizer.extend import check_extends, spelled_by
 from zero2all.tokenizer.load import Tokenizer, load_tokenizer

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from tests.model.test_lora import BASE, LORA, adapted
 from zero2all.common.errors import BadInputError
-from zero2all.model.peft import read_adapter_folder, write_adapter_folder
+from zero2all.model.lora import read_adapter_folder, write_adapter_folder
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 

@@ -12,8 +12,7 @@ from tests.train.states import assert_same_bits, copies
 from zero2all.model.z2all import Z2all
 from zero2all.ops.linear import fp8_linear
 from zero2all.ops.registry import resolve
-from zero2all.packed.loader import Batch, LoaderOptions, read_batch
-from zero2all.packed.transfer import batches_on
+from zero2all.packed.loader import Batch, LoaderOptions, batches_on, read_batch
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.parameter_table import draw, init_weights
 from zero2all.parallel.world import World

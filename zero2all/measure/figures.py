@@ -185,7 +185,9 @@ def grouped_product(kind: Kind, m: int, n: int, k: int, experts: int, device: to
         total = torch.zeros(experts, m // experts, n, device=device)
         if device.type == "cuda":
             return lambda: total.add_(F.grouped_mm(dy.t(), x, offs=ends))
-        return lambda: [total[i].add_(a.t() @ b) for i, (a, b) in enumerate(_of_experts(dy, x, experts))]
+        return lambda: [
+            total[i].add_(a.t() @ b) for i, (a, b) in enumerate(zip(dy.chunk(experts), x.chunk(experts), strict=True))
+        ]
     x, weights = _normal(rows, k, dtype, device), _normal(experts * k, n, dtype, device).view(experts, k, n)
     if kind == "forward":
         weights = weights.mT.contiguous().mT
@@ -197,10 +199,6 @@ def grouped_product(kind: Kind, m: int, n: int, k: int, experts: int, device: to
 def _name(dtype: torch.dtype) -> str:
     """As profiles name it."""
     return str(dtype).removeprefix("torch.")
-
-
-def _of_experts(dy: Tensor, x: Tensor, experts: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(dy.chunk(experts), x.chunk(experts), strict=True)
 
 
 def _normal(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

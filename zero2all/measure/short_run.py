@@ -11,12 +11,15 @@ import itertools
 import math
 import tempfile
 import time
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zero2all.config import RunConfig
 from zero2all.estimate.kernel_groups import COPIES, ELEMENTWISE, LOSS
@@ -31,7 +34,6 @@ from zero2all.parallel.world import World
 from zero2all.predict.batch import BatchShape
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.cuda_graph import choose_cuda_graph
-from zero2all.train.live_bytes import LiveBytes
 from zero2all.train.state import DTYPES, TrainState
 from zero2all.train.step_stats import PendingStep
 from zero2all.train.step_timer import mark_now, scheduled_garbage_collection, seconds_between
@@ -222,3 +224,42 @@ def _memory(device: torch.device) -> dict[str, float]:
         "reserved_bytes": float(torch.cuda.max_memory_reserved(device)),
         "device_bytes": float(total - free),
     }
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all storages that were made while it was active and are alive, now and at most. `resizes`: FSDP
+    empties storages instead of dropping them, so all are looked at again and again."""
+
+    def __init__(self, resizes: bool = False) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._resizes = resizes
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        if not self._resizes:
+            return self._live
+        return sum(storage.nbytes() for known in self._known.values() if (storage := known()) is not None)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        """Note the storages of the results."""
+        del types
+        result = operation(*arguments, **(keywords or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known[key] = weakref.ref(storage)
+            self._live += size
+            weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._live -= size

@@ -38,10 +38,6 @@ class PlannedStage:
     seq_len: PositiveInt
     units: dict[str, PositiveInt]
 
-    def same_reading(self, other: PlannedStage) -> bool:
-        """Whether both read the same way, whatever they are called and wherever they begin."""
-        return self.seq_len == other.seq_len and self.units == other.units
-
 
 SamplesOf = Callable[[str, int], int]
 """(source, seq_len) -> samples it holds."""
@@ -175,7 +171,7 @@ class Planner:
 
 def _appended(laid: list[PlannedStage], stage: PlannedStage) -> list[PlannedStage]:
     """A stage that reads as the one before it does is the same stage: cutting there would start its cycle anew."""
-    if laid and laid[-1].same_reading(stage):
+    if laid and (laid[-1].seq_len, laid[-1].units) == (stage.seq_len, stage.units):
         return laid
     return [*laid, stage]
 

@@ -128,7 +128,8 @@ class _Passes:
         self.counts = own_tokens(self._weights_of_targets(batch), self.places)  # (B, T)
         self.row_nats = torch.zeros(rows, dtype=torch.float64, device=self.device)
         self.further: Tensor | None = None  # (B, T, K) targets beside those of the data
-        self.micro = micro_rows(config, state.micro_batch_samples, self.seq_len)
+        # Rows of one pass. A stage with longer sequences keeps the tokens of a pass, so that it needs no more memory.
+        self.micro = max(1, state.micro_batch_samples * config.data.seq_len // self.seq_len)
         self.slices = [slice(first, min(first + self.micro, rows)) for first in range(0, rows, self.micro)]
 
     def weigh(self, objective: Objective | None) -> Tensor:
@@ -248,11 +249,6 @@ class _Passes:
     def _keep_losses(self, here: slice, losses: Tensor) -> None:
         losses = losses if self.further is None else losses[..., 0]
         self.row_nats[here] = (losses * self.counts[here]).sum(dim=1, dtype=torch.float64)
-
-
-def micro_rows(config: RunConfig, micro_batch_samples: int, seq_len: int) -> int:
-    """Rows of one pass. A stage with longer sequences keeps the tokens of a pass, so that it needs no more memory."""
-    return max(1, micro_batch_samples * config.data.seq_len // seq_len)
 
 
 def _own_stats(state: TrainState, batch: Batch, channels: int, world: World, plan: StepPlan) -> StepStats:

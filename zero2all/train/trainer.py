@@ -31,9 +31,9 @@ from zero2all.common.signals import StopRequest
 from zero2all.config.schedule import learning_rate, muon_momentum, weight_decay_share
 from zero2all.config.training import model_at
 from zero2all.model.rope import rope_tables
-from zero2all.packed.loader import Batch, LoaderOptions, read_batch
-from zero2all.packed.transfer import batches_on
+from zero2all.packed.loader import Batch, LoaderOptions, batches_on, read_batch
 from zero2all.resilience.heartbeat import beat, warm_up, watch_device
+from zero2all.train import sanity
 from zero2all.train.anneal import ANNEAL_STAGE
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.load import Checkpoint
@@ -54,14 +54,6 @@ from zero2all.train.micro_batch import memory_settings
 from zero2all.train.objective import Batches
 from zero2all.train.resume import load_checkpoint
 from zero2all.train.run_data import open_data
-from zero2all.train.sanity import (
-    check_batch_ids,
-    check_disk,
-    check_first_loss,
-    communication_notes,
-    memory_notes,
-    saved_steps,
-)
 from zero2all.train.state import TrainState
 from zero2all.train.step_stats import PendingStep
 from zero2all.train.step_timer import scheduled_garbage_collection, unfinished_part
@@ -293,7 +285,7 @@ class Trainer:
         result = pending.result()
         data_seconds = self.log.steps.report(result, wait_seconds)
         if result.step == 1 and self.context.checkpoint is None:  # imported weights are no new model
-            self.log.say(*check_first_loss(result.loss, self.config.model))
+            self.log.say(*sanity.check_first_loss(result.loss, self.config.model))
         said = f"step {result.step} loss {result.loss:.3f}"
         if (objective := self.context.objective) is not None:
             values = objective.report(dict(zip(objective.metrics, result.numbers, strict=True)))
@@ -366,8 +358,8 @@ class Trainer:
         existing = [step_of(folder) for folder in list_checkpoints(context.run)]
         margin, kept_steps = config.guards.rollback_margin_steps, keep.every_steps * (keep.keep_last - 1)
         retention = Retention(keep.keep_last, keep.keep_every_steps, keep_best=keep.keep_best)
-        coming = saved_steps(state.step, state.last_step, keep.every_steps)
-        disk = partial(check_disk, context.run, retention, coming)
+        coming = sanity.saved_steps(state.step, state.last_step, keep.every_steps)
+        disk = partial(sanity.check_disk, context.run, retention, coming)
         notes = [self.world.run_on_rank0(lambda: disk(checkpoint_bytes, existing))]
         if keep.every_steps and kept_steps < margin and config.guards.loss_spike == "rollback":
             notes.append(
@@ -377,10 +369,10 @@ class Trainer:
             )
         if self.world.device.type == "cuda":
             settings = memory_settings(config, state.model.ops, self.world.mesh, state.micro_batch_samples)
-            notes += memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
-            notes += communication_notes(config.model, settings)
+            notes += sanity.memory_notes(config.model, settings, torch.cuda.mem_get_info(self.world.device)[1])
+            notes += sanity.communication_notes(config.model, settings)
         rows = config.train.tokens_per_step // state.data.segment_at(state.tokens).seq_len
-        check_batch_ids([read_batch(state.data, state.tokens, rows)], config.model.vocab_ids)
+        sanity.check_batch_ids([read_batch(state.data, state.tokens, rows)], config.model.vocab_ids)
         return notes
 
     def _drop_failed_cuda_graph(self) -> None:

@@ -18,6 +18,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.peers import Peers
 from zero2all.track.writer import METRICS_FOLDER
 from zero2all.train.checkpoints.layout import (
+    DAMAGED,
     checkpoint_folder,
     checkpoints_folder,
     latest_noted,
@@ -26,7 +27,7 @@ from zero2all.train.checkpoints.layout import (
 )
 from zero2all.train.checkpoints.load import Checkpoint, OtherModelError, check_bytes, read_checkpoint
 from zero2all.train.checkpoints.manifest import OtherVersionError
-from zero2all.train.checkpoints.retention import has_damaged, to_damaged
+from zero2all.train.checkpoints.retention import to_damaged
 from zero2all.train.checkpoints.run_lock import Fence, no_fence
 
 Say = Callable[[str], None]
@@ -111,7 +112,7 @@ def move_damaged(folder: Path, reason: str, fence: Fence | None, say: Say) -> No
 
 def _stop_unless_new(run: Path, peers: Peers, damaged: list[str]) -> None:
     reason = "; ".join(damaged)
-    if not reason and has_damaged(run):
+    if not reason and (checkpoints_folder(run) / DAMAGED).exists():
         reason = "all of them were damaged and moved away before"
     hint = latest_noted(run)
     if not reason and hint is not None:

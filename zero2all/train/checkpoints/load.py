@@ -26,21 +26,11 @@ from zero2all.common.files import as_written
 from zero2all.common.manifest import is_count
 from zero2all.common.peers import Peers
 from zero2all.parallel.parts import TensorPart
+from zero2all.train.checkpoints import tensor_file
 from zero2all.train.checkpoints.index import Index, boxes_by_file, parse_index
 from zero2all.train.checkpoints.layout import INDEX_NAME, STATE_NAME, read_exact, split_name, step_of
 from zero2all.train.checkpoints.manifest import read_manifest
 from zero2all.train.checkpoints.planning import Read, plan_reads
-from zero2all.train.checkpoints.tensor_file import (
-    DTYPE_NAMES,
-    DTYPES,
-    READ_BYTES,
-    READERS,
-    Header,
-    byte_count,
-    file_crc32c,
-    read_header,
-    read_rows,
-)
 
 
 class OtherModelError(BadInputError):
@@ -54,7 +44,7 @@ class Checkpoint:
     folder: Path
     manifest: dict[str, Any]  # step, world size, files, and the details given when it was saved
     index: Index  # name -> dtype, shape and boxes of every tensor
-    headers: dict[str, Header]
+    headers: dict[str, tensor_file.Header]
     record: dict[str, Any]  # the snapshot's record: counters and the like
     peers: Peers = field(default_factory=Peers, repr=False)  # the ranks that opened it together
     in_memory: bool = False  # it lies in a RAM file system; see `memory`
@@ -99,7 +89,8 @@ class Checkpoint:
         """Whole tensors on the CPU, by what follows the prefix ('model/', 'optimizer/exp_avg/') in their names."""
         names = [name for name in self.index if name.startswith(prefix)]
         found = {
-            name: torch.empty(self.index[name].shape, dtype=DTYPES[self.index[name].dtype]) for name in sorted(names)
+            name: torch.empty(self.index[name].shape, dtype=tensor_file.DTYPES[self.index[name].dtype])
+            for name in sorted(names)
         }
         self.load_into({name: TensorPart.whole(tensor) for name, tensor in found.items()}, strict=False)
         return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
@@ -130,7 +121,7 @@ class Checkpoint:
         differences = []
         for name, part in parts.items():
             entry = self.index.get(name)
-            dtype = DTYPE_NAMES.get(part.values.dtype, str(part.values.dtype))
+            dtype = tensor_file.DTYPE_NAMES.get(part.values.dtype, str(part.values.dtype))
             if entry is None:
                 differences.append(f"{name}: missing instead of {part.shape}")
             elif entry.shape != part.shape:
@@ -143,7 +134,7 @@ class Checkpoint:
         reads = list(plan_reads(parts, self.index))
         for file in sorted({read.box.file for read in reads}):
             of_file = [read for read in reads if read.box.file == file]
-            with _opened(self.folder / file) as handle, ThreadPoolExecutor(READERS) as readers:
+            with _opened(self.folder / file) as handle, ThreadPoolExecutor(tensor_file.READERS) as readers:
                 list(readers.map(functools.partial(_fill, handle, self.headers[file]), of_file))
 
 
@@ -188,7 +179,7 @@ def check_bytes(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     for name in names:
         path = checkpoint.folder / name
         try:
-            crc = file_crc32c(path)
+            crc = tensor_file.file_crc32c(path)
         except OSError as error:
             raise BadInputError(f"{path} cannot be read ({error})") from error
         if crc != checkpoint.manifest["files"][name]["crc32c"]:
@@ -239,7 +230,7 @@ def _check_file(path: Path, expected_bytes: int) -> None:
         raise BadInputError(f"{path} has {facts.st_size} bytes, but the manifest says {expected_bytes}")
 
 
-def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict[str, Header]:
+def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict[str, tensor_file.Header]:
     """Every file of tensors holds exactly the boxes that the index puts there."""
     listed = set(manifest["files"]) - {INDEX_NAME, STATE_NAME}
     expected = boxes_by_file(index)
@@ -247,7 +238,7 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
         raise BadInputError(f"{folder}: index and manifest differ in {', '.join(sorted(listed ^ set(expected)))}")
     headers = {}
     for name in sorted(listed):
-        headers[name] = read_header(folder / name)
+        headers[name] = tensor_file.read_header(folder / name)
         found = {key: (info.dtype, info.shape) for key, info in headers[name].infos.items()}
         wrong = sorted(key for key in found.keys() | expected[name].keys() if found.get(key) != expected[name].get(key))
         if wrong:
@@ -259,15 +250,15 @@ def _check_headers(folder: Path, manifest: dict[str, Any], index: Index) -> dict
 
 
 @torch.no_grad()
-def _fill(handle: int, header: Header, read: Read) -> None:
+def _fill(handle: int, header: tensor_file.Header, read: Read) -> None:
     """Read rows, some MB at a time, and keep the wanted columns."""
     info = header.infos[read.box.key]
     if not info.shape:
-        read.target.copy_(read_rows(handle, header, info, 0, 1))
+        read.target.copy_(tensor_file.read_rows(handle, header, info, 0, 1))
         return
     first, count = read.offsets[0], read.lengths[0]
-    at_once = max(1, READ_BYTES // max(1, byte_count(info.dtype, info.shape[1:])))
+    at_once = max(1, tensor_file.READ_BYTES // max(1, tensor_file.byte_count(info.dtype, info.shape[1:])))
     columns = tuple(slice(o, o + n) for o, n in zip(read.offsets[1:], read.lengths[1:], strict=True))
     for start in range(0, count, at_once):
-        rows = read_rows(handle, header, info, first + start, min(at_once, count - start))
+        rows = tensor_file.read_rows(handle, header, info, first + start, min(at_once, count - start))
         read.target[start : start + len(rows)].copy_(rows[(slice(None), *columns)])

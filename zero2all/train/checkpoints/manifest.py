@@ -18,14 +18,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME
 from zero2all.common.manifest import fingerprint, is_count
-from zero2all.train.checkpoints.layout import (
-    INDEX_NAME,
-    STATE_NAME,
-    TENSOR_FILE_NAME,
-    list_checkpoints,
-    read_limited,
-    step_of,
-)
+from zero2all.train.checkpoints import layout
 
 FORMAT = 4
 """Raise it when the layout changes. Format 1 held whole tensors, written by one process; in format 2 the rows of all
@@ -63,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST_NAME
     if path.is_symlink() or not path.is_file():
         raise BadInputError(f"{path} is missing" if not path.exists() else f"{path} is not a regular file")
-    data = read_limited(path)
+    data = layout.read_limited(path)
     body, seal = data[:-SEAL_BYTES], SEAL.fullmatch(data[-SEAL_BYTES:])
     if seal is None or hashlib.sha256(body).hexdigest().encode() != seal[1]:
         _stop_at_format_1(path, data)
@@ -81,10 +74,10 @@ def best_step(run: Path) -> int | None:
     """The checkpoint with the lowest held-out loss, of those that were validated when they were saved, on as many
     tokens as the newest of these; None where there is none. Those that cannot be read are left out."""
     found: list[tuple[float, int, float]] = []
-    for folder in list_checkpoints(run):  # newest first
+    for folder in layout.list_checkpoints(run):  # newest first
         with suppress(BadInputError, OSError, KeyError, TypeError, ValueError):
             scores = read_manifest(folder)[HELD_OUT]
-            found.append((float(scores["loss"]), step_of(folder), float(scores["tokens"])))
+            found.append((float(scores["loss"]), layout.step_of(folder), float(scores["tokens"])))
     return min((each for each in found if each[2] == found[0][2]), default=(0.0, None))[1]
 
 
@@ -106,7 +99,7 @@ def _check_form(path: Path, manifest: dict[str, Any]) -> None:
     if not is_count(manifest.get("step")) or not is_count(manifest.get("world_size")) or not isinstance(files, dict):
         raise BadInputError(f"{path} lacks its step, its world size or its files")
     for name, facts in files.items():
-        if name not in (INDEX_NAME, STATE_NAME) and not TENSOR_FILE_NAME.fullmatch(name):
+        if name not in (layout.INDEX_NAME, layout.STATE_NAME) and not layout.TENSOR_FILE_NAME.fullmatch(name):
             raise BadInputError(f"{path} lists the file {name!r}, which is not a file of a checkpoint")
         if (
             not isinstance(facts, dict)
@@ -114,7 +107,7 @@ def _check_form(path: Path, manifest: dict[str, Any]) -> None:
             or not CRC.fullmatch(str(facts.get("crc32c")))
         ):
             raise BadInputError(f"{path} has no valid size and checksum of {name}")
-    missing = {INDEX_NAME, STATE_NAME} - set(files)
+    missing = {layout.INDEX_NAME, layout.STATE_NAME} - set(files)
     if missing:
         raise BadInputError(f"{path} does not list {', '.join(sorted(missing))}")
 

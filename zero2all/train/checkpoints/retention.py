@@ -187,11 +187,6 @@ def to_damaged(folder: Path, reason: str) -> Path:
     return _move(folder, folder.parent / DAMAGED, reason)
 
 
-def has_damaged(run: Path) -> bool:
-    """Whether a checkpoint of the run was ever found damaged."""
-    return (checkpoints_folder(run) / DAMAGED).exists()
-
-
 def withdraw_after(run: Path, step: int, reason: str, fence: Fence = no_fence) -> list[int]:
     """Move every checkpoint newer than `step` to `withdrawn/`, for a rollback; returns the steps that were moved. Only
     for the holder of the run's lock, while no save is under way."""

@@ -240,7 +240,8 @@ class CheckpointStore:
         return self.memory.prepare(parts, self._block_for(parts))
 
     def _block_for(self, parts: Mapping[str, TensorPart]) -> PinnedBlock | None:
-        device = _gpu_of(parts)
+        devices = (part.values.device for part in parts.values())
+        device = next((device for device in devices if device.type == "cuda"), None)
         if device is not None and self._block is None:
             self._block = PinnedBlock(device, self._say)
         return self._block if device is not None else None
@@ -387,10 +388,6 @@ def write_checkpoint(run: Path, step: int, snapshot: Snapshot, details: Mapping[
         return ticket.folder()
     finally:
         store.close()
-
-
-def _gpu_of(parts: Mapping[str, TensorPart]) -> torch.device | None:
-    return next((part.values.device for part in parts.values() if part.values.device.type == "cuda"), None)
 
 
 def _in_words(error: Exception) -> str:
