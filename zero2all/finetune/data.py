@@ -39,18 +39,7 @@ from zero2all.config.finetune import PAIRS, PROMPTS
 from zero2all.corpus.listing import InputFile, list_files, require_readable
 from zero2all.corpus.readers import NOT_READ, Damaged, Format, ItemOrigin, RawRow, ReaderLimits, plan_units, read_unit
 from zero2all.corpus.readers.chats import log_key
-from zero2all.finetune.dialogues import (
-    RowError,
-    Sample,
-    dialogue_of,
-    form_of,
-    log_dialogue,
-    pair_form,
-    pair_of,
-    prompt_form,
-    prompt_of,
-    texts_of,
-)
+from zero2all.finetune import dialogues
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.pieces import COUNTS, LENGTHS, TOKENS
 from zero2all.packed.shard_format import open_split, token_dtype
@@ -203,7 +192,7 @@ class _Item:
     """A row, or all rows of a conversation, and where it is."""
 
     place: str
-    sample: Sample | None
+    sample: dialogues.Sample | None
     reason: str = ""
     detail: str = ""
 
@@ -212,9 +201,9 @@ def _samples(files: Sequence[Any], counts: _Counts, options: DataOptions) -> Ite
     """Every conversation, pair or prompt of every file, or why a row is none."""
     limits = ReaderLimits()
     shape, read = {
-        SOURCE: (form_of, lambda fields, form: Sample((dialogue_of(fields, form),))),
-        PAIRS: (pair_form, pair_of),
-        PROMPTS: (prompt_form, lambda fields, form: prompt_of(fields, form, options.needs)),
+        SOURCE: (dialogues.form_of, lambda fields, form: dialogues.Sample((dialogues.dialogue_of(fields, form),))),
+        PAIRS: (dialogues.pair_form, dialogues.pair_of),
+        PROMPTS: (dialogues.prompt_form, lambda fields, form: dialogues.prompt_of(fields, form, options.needs)),
     }[options.source]
     with progress("conversations", total=sum(file.size_bytes for file in files), unit="B") as bar:
         for file in files:
@@ -243,14 +232,16 @@ def _samples(files: Sequence[Any], counts: _Counts, options: DataOptions) -> Ite
 def _logged(log: dict[Any, list[RawRow]]) -> Iterator[_Item]:
     """The conversations of a file with a row per message; rows are counted as one each."""
     for rows in log.values():
-        yield _item(rows[0].place, lambda rows=rows: Sample((log_dialogue([row.fields for row in rows]),)))
+        yield _item(
+            rows[0].place, lambda rows=rows: dialogues.Sample((dialogues.log_dialogue([row.fields for row in rows]),))
+        )
     log.clear()
 
 
 def _item(place: str, read: Any) -> _Item:
     try:
         return _Item(place, read())
-    except RowError as error:
+    except dialogues.RowError as error:
         return _Item(place, None, error.reason, str(error))
 
 
@@ -269,7 +260,7 @@ class _Writers:
         self._files: dict[tuple[str, str], IO[bytes]] = {}
         self._work = work
         self._seen: set[bytes] = set()
-        self._waiting: list[tuple[str, str, str, Sample, list[list[ChatPart]]]] = []
+        self._waiting: list[tuple[str, str, str, dialogues.Sample, list[list[ChatPart]]]] = []
 
     def __enter__(self) -> _Writers:
         for split in SPLITS:
@@ -304,7 +295,7 @@ class _Writers:
         if len(self._waiting) >= BATCH:
             self.flush(left_out)
 
-    def _parts(self, dialogue: Dialogue, sample: Sample) -> list[ChatPart]:
+    def _parts(self, dialogue: Dialogue, sample: dialogues.Sample) -> list[ChatPart]:
         if sample.record is not None:
             return self.template.prompt_parts(dialogue)
         return _learned(self.template.parts(dialogue), dialogue, sample)
@@ -334,7 +325,7 @@ class _Writers:
                 totals["tokens"] += len(tokens)
                 totals["learned"] += int(mask.sum())
                 totals["max_id"] = max(totals["max_id"], int(tokens.max()))
-            said = (text for each in sample.dialogues for text in texts_of(each))
+            said = (text for each in sample.dialogues for text in dialogues.texts_of(each))
             totals["text_bytes"] += sum(len(text.encode("utf-8", "replace")) for text in said)
             if sample.record is not None:
                 line = json.dumps(sample.record, default=str, ensure_ascii=False)  # parquet has dates and bytes
@@ -363,7 +354,7 @@ class _Writers:
         left_out.write(jsonio.dumps_line({"file": file, "place": place, "reason": reason, "detail": detail[:500]}))
 
 
-def _learned(parts: list[ChatPart], dialogue: Dialogue, sample: Sample) -> list[ChatPart]:
+def _learned(parts: list[ChatPart], dialogue: Dialogue, sample: dialogues.Sample) -> list[ChatPart]:
     """The parts of a conversation, of which those of its prompt do not count, whoever wrote them."""
     if not sample.prompt:
         return parts

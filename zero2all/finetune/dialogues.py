@@ -247,7 +247,7 @@ def message_of(values: Any) -> Message:
     role = ROLE_NAMES.get(name, name)
     if role not in ROLES:
         raise RowError("unknown_role", f"{said!r}, expected one of {', '.join(ROLES)}")
-    key = _text_key(values)
+    key = next((key for key in TEXT_KEYS if key in values), None)
     calls = _calls(values.get("tool_calls"))
     if name == "function_call":
         calls, text = _calls([_parsed(values.get(key or ""))]), ""
@@ -261,10 +261,6 @@ def message_of(values: Any) -> Message:
 def _role_name(values: Mapping[str, Any]) -> tuple[Any, str]:
     said = next((values[key] for key in ROLE_KEYS if values.get(key) is not None), None)
     return said, str(said).strip().lower()
-
-
-def _text_key(values: Mapping[str, Any]) -> str | None:
-    return next((key for key in TEXT_KEYS if key in values), None)
 
 
 def _calls(value: Any) -> tuple[Mapping[str, Any], ...]:

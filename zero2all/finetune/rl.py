@@ -18,17 +18,8 @@ from zero2all.common.files import write_atomic
 from zero2all.common.workspace import Workspace
 from zero2all.config import config_values
 from zero2all.config.finetune import PROMPTS, GrpoConfig
+from zero2all.finetune import prepare
 from zero2all.finetune.data import DataOptions
-from zero2all.finetune.prepare import (
-    NO_DROPOUT,
-    PreparedRun,
-    adamw,
-    base_model,
-    begin_run,
-    changed_config,
-    packed_data,
-    run_length,
-)
 from zero2all.finetune.rewards import NEEDS, Rewards
 from zero2all.finetune.rollouts import tools_of
 from zero2all.finetune.sft import SftOptions, packed_for
@@ -54,27 +45,27 @@ class RlOptions(SftOptions):
     """Ask for sums of so many digits, beside `data`."""
 
 
-def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedRun:
+def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> prepare.PreparedRun:
     """Pack the prompts and write the run, or find it begun with the same prompts and settings."""
-    loaded = base_model(base, workspace, options.name, options.step)
+    loaded = prepare.base_model(base, workspace, options.name, options.step)
     assert loaded.config is not None, "it is a run"
     known, values = loaded.config, config_values(loaded.config)
     folder = (workspace.root / FOLDER / options.name).resolve()
     seq_len = options.seq_len or min(known.data.seq_len, known.model.max_seq_len)
     changes: dict[str, dict[str, Any]] = {
-        "data": packed_data(folder, {PROMPTS: 1.0}, seq_len),
-        "model": NO_DROPOUT,
-        "optim": adamw(loaded, options.lr, RATES),
+        "data": prepare.packed_data(folder, {PROMPTS: 1.0}, seq_len),
+        "model": prepare.NO_DROPOUT,
+        "optim": prepare.adamw(loaded, options.lr, RATES),
         "finetune": {"method": "grpo", "grpo": {"max_new_tokens": min(GrpoConfig.max_new_tokens, seq_len // 2)}},
         "guards": {"loss_spike": "log"},  # the loss is that of what was drawn
         "schedule": {"kind": "linear", "warmup_steps": min(WARMUP_STEPS, options.steps // 2), "min_lr_ratio": 0.0},
     }
-    length = run_length(options.name, known, options.steps, seq_len)
+    length = prepare.run_length(options.name, known, options.steps, seq_len)
     changes |= {**length, "train": {**length["train"], "steps": options.steps, "z_loss": 0.0}}
     often = {"every_steps": max(1, options.steps // 8)}
     changes["validation"], changes["checkpoint"] = often, {**length["checkpoint"], **often}
     # What is asked for decides how long an answer may be, and how many there are in a step.
-    grpo = changed_config(config_values(known), changes, options.overrides).finetune.grpo
+    grpo = prepare.changed_config(config_values(known), changes, options.overrides).finetune.grpo
     if grpo.max_new_tokens >= seq_len:
         raise UsageError(
             f"finetune.grpo.max_new_tokens is {grpo.max_new_tokens}, and a row has {seq_len} tokens for the prompt and "
@@ -82,11 +73,11 @@ def prepare_rl(base: str, workspace: Workspace, options: RlOptions) -> PreparedR
             f"{known.model.max_seq_len})."
         )
     changes["train"]["tokens_per_step"] = grpo.prompts * grpo.answers * seq_len
-    config = changed_config(values, changes, options.overrides)
+    config = prepare.changed_config(values, changes, options.overrides)
     Rewards(grpo).try_out()  # before anything is written
     tools_of(grpo)
     report = packed_for(loaded, workspace, _with_sums(options, folder, grpo), folder, _data(options, grpo, seq_len))
-    prepared = begin_run(loaded, config, workspace, report, options.replace)
+    prepared = prepare.begin_run(loaded, config, workspace, report, options.replace)
     if 0 not in pins(prepared.run):  # also where a kill came between the two
         pin(prepared.run, 0, "the base, from which the divergence is measured")
     return prepared

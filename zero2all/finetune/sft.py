@@ -22,18 +22,9 @@ from zero2all.common.files import MANIFEST_NAME, read_json_object, staged_folder
 from zero2all.common.records import SPLITS
 from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, config_values
+from zero2all.finetune import prepare
 from zero2all.finetune.data import SOURCE, DataOptions, inputs_of, pack_conversations
 from zero2all.finetune.distill import keep_teacher
-from zero2all.finetune.prepare import (
-    NO_DROPOUT,
-    PreparedRun,
-    base_model,
-    begin_run,
-    changed_config,
-    packed_data,
-    refuse_changed,
-    run_length,
-)
 from zero2all.infer.load import LoadedModel
 from zero2all.packed.bestfit import build_best_fit
 from zero2all.packed.mixture import source_weights
@@ -82,13 +73,13 @@ class SftOptions:
     """Delete a run of this name that was begun with other data or settings, instead of refusing."""
 
 
-def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> PreparedRun:
+def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> prepare.PreparedRun:
     """Pack the conversations and write the run, or find it begun with the same data and settings."""
     if not 0 <= options.replay < 1:
         raise UsageError(f"--replay is {options.replay}; expected a share from 0 to below 1.")
     if options.replay and options.teacher:
         raise UsageError("A teacher reads only conversations. Leave out --replay or --teacher.")
-    loaded = base_model(base, workspace, options.name, options.step)
+    loaded = prepare.base_model(base, workspace, options.name, options.step)
     assert loaded.config is not None, "it is a run"
     seq_len = options.seq_len or loaded.config.data.seq_len
     folder = (workspace.root / FOLDER / options.name).resolve()
@@ -100,7 +91,7 @@ def prepare_sft(base: str, workspace: Workspace, options: SftOptions) -> Prepare
     config = _config(loaded, options, folder, mixture, report["rows"]["train"], seq_len)
     if options.teacher and (options.replace or not workspace.run(options.name).exists()):
         keep_teacher(config, loaded, workspace)
-    return begin_run(loaded, config, workspace, report, options.replace)
+    return prepare.begin_run(loaded, config, workspace, report, options.replace)
 
 
 def packed_for(
@@ -109,7 +100,7 @@ def packed_for(
     """Pack what a run learns; returns the report. Other data than the run of this name was begun with is refused."""
     run = workspace.run(options.name)
     if run.exists() and not options.replace:  # before what it has packed would be replaced
-        refuse_changed(run, {"base": loaded.name, "data": inputs_of(options.data, workspace.tokenizer, data)})
+        prepare.refuse_changed(run, {"base": loaded.name, "data": inputs_of(options.data, workspace.tokenizer, data)})
     report = pack_conversations(options.data, workspace.tokenizer, folder, data)
     if not report["rows"].get("train"):
         raise BadInputError("All conversations were held out. Lower --valid-share, or add conversations.")
@@ -123,17 +114,19 @@ def _config(
     assert loaded.config is not None, "it is a run"
     values = config_values(loaded.config)
     read = rows * options.epochs / mixture[SOURCE]
-    length = run_length(options.name, loaded.config, read, seq_len)
+    length = prepare.run_length(options.name, loaded.config, read, seq_len)
     is_imported = not loaded.tokens and loaded.config.optim == RunConfig().optim
     if options.lora:  # the rates of Muon are no rates of AdamW
         is_imported |= values["optim"]["kind"] == "muon"
         values["optim"] = {**config_values(RunConfig())["optim"], "clip_grad_norm": values["optim"]["clip_grad_norm"]}
         values["parallel"]["offload"] = "none"
-    lr = _imported_rate(loaded) if is_imported else loaded.config.optim.lr_max * BASE_SHARE
+    lr = loaded.config.optim.lr_max * BASE_SHARE
+    if is_imported:
+        lr = next(rate for most, rate in IMPORTED_RATES if loaded.parameters <= most)
     lr = options.lr or lr * (LORA_RATE if options.lora else 1)
     changes: dict[str, dict[str, Any]] = {
         **length,
-        "data": packed_data(folder, mixture, seq_len),
+        "data": prepare.packed_data(folder, mixture, seq_len),
         "optim": {"lr_max": float(f"{lr:.4g}"), "weight_decay": 0.0},
         "schedule": {
             "kind": "linear",
@@ -143,14 +136,10 @@ def _config(
         "finetune": {"method": "sft", "lora": {"rank": options.lora}},
     }
     if options.teacher:
-        changes["model"] = NO_DROPOUT
+        changes["model"] = prepare.NO_DROPOUT
         changes["train"]["z_loss"] = 0.0
         changes["finetune"] |= {"method": "distill", "distill": {"teacher": options.teacher}}
-    return changed_config(values, changes, options.overrides)
-
-
-def _imported_rate(loaded: LoadedModel) -> float:
-    return next(rate for most, rate in IMPORTED_RATES if loaded.parameters <= most)
+    return prepare.changed_config(values, changes, options.overrides)
 
 
 def _replayed(config: RunConfig, workspace: Workspace, folder: Path, seq_len: int) -> dict[str, float]:

@@ -22,18 +22,9 @@ from typing import Any
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.config import RunConfig
+from zero2all.estimate import step
 from zero2all.estimate.machine import Machine
 from zero2all.estimate.memory import ALLOWANCE, GIB, MemorySettings, estimate_memory
-from zero2all.estimate.step import (
-    PassCosts,
-    PassOrder,
-    StepTime,
-    pass_costs,
-    predict_step,
-    queueing_seconds,
-    recomputed_share,
-    slowest_stage,
-)
 from zero2all.ops.registry import assume_gpu
 from zero2all.packed.loader import rank_rows
 from zero2all.parallel.check import RULES, check_spread
@@ -65,7 +56,7 @@ class LayoutCandidate:
     """A layout that fits, with its prediction by the full model."""
 
     row: Row
-    time: StepTime
+    time: step.StepTime
     memory: float  # bytes of the fullest process
     measured: dict[str, Any] = field(default_factory=dict)  # by --measure
 
@@ -256,9 +247,9 @@ class Search:
         self._workspace = machine.overhead.get("workspace", 0.0)
         alone = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **ALONE))
         self._settings = memory_settings(alone, self._ops, Mesh(MeshSizes()), 1, self._workspace)
-        self._costs: dict[Any, tuple[PassCosts, MemorySettings]] = {}
+        self._costs: dict[Any, tuple[step.PassCosts, MemorySettings]] = {}
         self._of_pass: dict[Any, tuple[float, float]] = {}
-        self.times: dict[int, StepTime] = {}
+        self.times: dict[int, step.StepTime] = {}
         """Layouts that were predicted in full."""
         self._learned: dict[Any, float] = {}  # layout without OUTER -> seconds of INNER
         self._least = [self._least_seconds(row) for row in layouts]
@@ -291,14 +282,14 @@ class Search:
             found += [] if candidate is None else [candidate]
         return found
 
-    def _pass_costs(self, row: Row) -> tuple[Any, PassCosts, MemorySettings]:
+    def _pass_costs(self, row: Row) -> tuple[Any, step.PassCosts, MemorySettings]:
         """The costs of a pass; a layout matters to them only by the tokens, context and samples of a process."""
         tokens = int(row["samples"]) * self.config.data.seq_len // int(row["context"])
         key = (row["tensor"], row["expert"], row["recompute"], tokens)
         if key not in self._costs:
             values: dict[str, Any] = {name: row[name] for name in ("tensor", "expert", "recompute", "context")}
             here = dataclasses.replace(self._settings, micro_batch_samples=int(row["samples"]), **values)
-            self._costs[key] = pass_costs(self.config.model, here, self.machine), here
+            self._costs[key] = step.pass_costs(self.config.model, here, self.machine), here
         return key, *self._costs[key]
 
     def _least_seconds(self, row: Row) -> float:
@@ -310,10 +301,10 @@ class Search:
         key = (key, row["pipeline"], row["schedule"], row["chunks"])
         if key not in self._of_pass:
             model, here = self.config.model, dataclasses.replace(settings, pipeline=int(row["pipeline"]))
-            slowest = slowest_stage(model, here, costs, str(row["schedule"]), int(row["chunks"]))
-            seconds = slowest.layers * (costs.block + costs.again.seconds * recomputed_share(model, here))
+            slowest = step.slowest_stage(model, here, costs, str(row["schedule"]), int(row["chunks"]))
+            seconds = slowest.layers * (costs.block + costs.again.seconds * step.recomputed_share(model, here))
             seconds += slowest.has_embedding * costs.embedding.seconds + slowest.has_head * costs.head.seconds
-            queued = queueing_seconds(here, self.machine, slowest.layers) if self._is_never_captured(row) else 0.0
+            queued = step.queueing_seconds(here, self.machine, slowest.layers) if self._is_never_captured(row) else 0.0
             self._of_pass[key] = max(seconds, queued), slowest.fill
         seconds, fill = self._of_pass[key]
         return int(row["passes"]) * seconds + fill
@@ -323,13 +314,13 @@ class Search:
         axes = ("tensor", "context", "pipeline", "expert")
         return bool(self.config.model.moe.experts) or max(int(row[name]) for name in axes) > 1
 
-    def _predicted(self, row: Row) -> StepTime:
+    def _predicted(self, row: Row) -> step.StepTime:
         config, model = config_of(self.config, row), self.config.model
         settings = memory_settings(config, self._ops, Mesh(sizes_of(row)), int(row["samples"]), self._workspace)
         captured = not config.parallel.every_pass_communicates and config.train.cuda_graph != "off"
-        order = PassOrder(config.parallel.schedule, config.parallel.chunks, captured and not model.moe.experts)
+        order = step.PassOrder(config.parallel.schedule, config.parallel.chunks, captured and not model.moe.experts)
         tokens = config.train.tokens_per_step // config.groups
-        return predict_step(model, settings, self.machine, order, tokens, self._pass_costs(row)[1])
+        return step.predict_step(model, settings, self.machine, order, tokens, self._pass_costs(row)[1])
 
     def _memory(self, row: Row) -> float | None:
         """Bytes of the fullest process; None: they are not there."""
