@@ -168,7 +168,7 @@ def _value(value: str, before: str) -> str:
 def _tables() -> _Tables:
     exact: dict[str, str] = {}
     templates: list[_Template] = []
-    for path in table_paths():
+    for path in sorted(PACKAGE.glob(f"*/{TABLE_NAME}")):  # of every room that has one
         for pair in json.loads(path.read_text(encoding="utf-8")).items():
             english, chinese = (LIST_BELOW.sub("", words) for words in pair)
             literals = literal_parts(english)
@@ -177,11 +177,6 @@ def _tables() -> _Tables:
             else:
                 templates.append(_Template(literals, chinese))
     return _Tables(exact, tuple(sorted(templates, key=lambda template: -template.length)))
-
-
-def table_paths() -> list[Path]:
-    """The table of every room that has one."""
-    return sorted(PACKAGE.glob(f"*/{TABLE_NAME}"))
 
 
 def literal_parts(template: str) -> list[str]:

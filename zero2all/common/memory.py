@@ -18,14 +18,9 @@ def available_memory(groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> in
     """Bytes that can be had now."""
     import psutil
 
-    return min([int(psutil.virtual_memory().available), *_left_in_groups(groups, own_groups)])
-
-
-def _left_in_groups(groups: Path, own_groups: Path) -> Iterator[int]:
-    for version, folder in group_folders("memory", groups, own_groups):
-        left = _left_in(folder, *FILES[version])
-        if left is not None:
-            yield left
+    folders = group_folders("memory", groups, own_groups)
+    left = (_left_in(folder, *FILES[version]) for version, folder in folders)
+    return min([int(psutil.virtual_memory().available), *(size for size in left if size is not None)])
 
 
 def group_folders(controller: str, groups: Path = GROUPS, own_groups: Path = OWN_GROUPS) -> Iterator[tuple[str, Path]]:

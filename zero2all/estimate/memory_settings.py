@@ -180,14 +180,9 @@ class MemorySettings:
         return held_model(model, self.tensor, self.stage, self.expert)
 
     @property
-    def loss_ranks(self) -> int:
-        """Processes with tokens of their own."""
-        return self.replicate * self.shard * self.context
-
-    @property
     def processes(self) -> int:
         """All processes."""
-        return self.loss_ranks * self.tensor * self.pipeline
+        return self.replicate * self.shard * self.context * self.tensor * self.pipeline
 
     def kv_copies(self, model: ModelConfig) -> int:
         """How often a context rank has each key and value for attention, beside a process with whole sequences that

@@ -210,15 +210,10 @@ class Signal:
     signal_to_noise: float | None = None
 
 
-def judge_curves(curves: Sequence[ScoreCurve]) -> list[Signal]:
-    """The verdict on each of them."""
-    return [judge_curve(curve) for curve in curves]
-
-
 def write_signals(run: Path) -> list[Signal]:
     """Write `signal.json` beside the reports of a run; returns the verdicts where there are several checkpoints."""
     reports = read_reports(run)
-    signals = judge_curves(curves_of(reports)) if len(reports) > 1 else []
+    signals = [judge_curve(curve) for curve in curves_of(reports)] if len(reports) > 1 else []
     write_json(run / "eval" / SIGNAL_NAME, [asdict(signal) for signal in signals])
     return signals
 
