@@ -1,7 +1,5 @@
 """`z2a export` and `z2a import`."""
 
-from __future__ import annotations
-
 import argparse
 
 from zero2all.cli.verb import verb, workspace_of

@@ -1,7 +1,5 @@
 """The entry point: all verbs, and one way to end a command that went wrong."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import errno

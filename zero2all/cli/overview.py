@@ -1,7 +1,5 @@
 """Bare `z2a` and `z2a help`: the journey in one screen, and the next sensible command for this folder."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`z2a perf`: what its verbs share, and those that measure: `ops`, `profile`, `shapes`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

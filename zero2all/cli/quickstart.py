@@ -1,7 +1,5 @@
 """`z2a quickstart` and `z2a speedrun`, which is the same over a text of your own."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

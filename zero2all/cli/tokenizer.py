@@ -1,7 +1,5 @@
 """`z2a tokenizer train / import / extend / eval / show / encode / decode`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

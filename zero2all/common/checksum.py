@@ -5,8 +5,6 @@ up in every operator and then waits for it up to 5 ms each time, so a checksum o
 library, called through ctypes, holds nothing. Where its file is not found the slow way remains, in small pieces.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable

@@ -7,8 +7,6 @@ restarted process does not meet it again. `z2a chaos` writes such files from pla
 (resilience/chaos.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -5,8 +5,6 @@ A file is written beside its final place, fsynced and renamed; a folder is fille
 stage ever reads and the next run of the stage removes.
 """
 
-from __future__ import annotations
-
 import errno
 import math
 import os

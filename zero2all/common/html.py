@@ -3,8 +3,6 @@
 Such pages hold text of a corpus, so everything is escaped, and a content security policy forbids scripts as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from html import escape
 

@@ -4,8 +4,6 @@ Both write UTF-8, and null for NaN and the infinities, which neither reads. `loa
 `loads_strict`, for the small files that decide something, also refuses a name that stands twice in an object.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ A text without an entry is looked up sentence by sentence, and stays English whe
 tests/test_language.py finds every message in the source, and fails for one that no table has.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

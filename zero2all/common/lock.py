@@ -11,8 +11,6 @@ process says something only inside its own PID namespace, and containers of one 
 - that left an empty file was killed before it wrote its record, which takes far less than EMPTY_SECONDS.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -4,8 +4,6 @@ What the kernel has left for the machine, or what a control group (a container, 
 that is less. Cached files count as free in both: the kernel gives them up when memory is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

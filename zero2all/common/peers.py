@@ -5,8 +5,6 @@ Tuples come back as lists, and floats exactly, NaN and the infinities too. A pro
 own value back in the same form.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Callable

@@ -7,8 +7,6 @@ The bar shows the share done, the speed in `unit` per second and the time left. 
 as the current loss.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

@@ -4,8 +4,6 @@
 as JSON lines, compressed JSON lines, parquet or plain text (see `zero2all.corpus.shard_files`, which writes them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path

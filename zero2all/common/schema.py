@@ -5,8 +5,6 @@ YAML gives them, into such dataclasses and collects all problems. Types are thos
 Literal, Optional, list, dict with str keys, nested dataclasses, and `Annotated[..., Range(...)]`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

@@ -4,8 +4,6 @@ It comes from a file that the user names, from Z2A_SECRET, or from a file beside
 makes: machines that share the folder of their runs need nothing else. Only its user may read the file.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import time

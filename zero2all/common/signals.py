@@ -4,8 +4,6 @@ One cause often sends several signals: a service manager signals a launcher and 
 terminal has closed forwards SIGHUP while the system sends it too. Signals within a second are therefore one request.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@
 in one sentence instead of failing somewhere inside a stage.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

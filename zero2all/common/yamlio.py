@@ -4,8 +4,6 @@ Aliases of aliases can stand for billions of values. So the text is first read a
 keeps within the bounds is built. A name that stands twice in a mapping is refused too.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ Loading never edits what a person wrote: the resolved config (every default fill
 the run and compared on resume.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import sys

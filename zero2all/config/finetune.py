@@ -1,7 +1,5 @@
 """How a run that begins with the weights of another one is fine-tuned. Loads without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

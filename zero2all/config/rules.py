@@ -6,8 +6,6 @@ were found at one size and transfer: spectral steps of Muon keep their rate over
 grows as 1/sqrt(B), and depth needs nothing while output projections start at zero. docs/learning.md has the reasons.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any, NamedTuple

@@ -20,8 +20,6 @@ during the decay of wsd, after the warmup of cosine and linear, during an anneal
 one counts. The weight decay is constant, or falls by a half cosine to 0 over the run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -10,8 +10,6 @@
 Of int8 and int4 the sender keeps what was lost and adds it to what it sends next (error feedback).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

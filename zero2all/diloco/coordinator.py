@@ -20,8 +20,6 @@ for longer than `wait_seconds` makes two chains: both sides go on, because with 
 alike. When they meet again, 4 makes one of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

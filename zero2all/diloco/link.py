@@ -6,8 +6,6 @@ others. Whose payloads are used is decided in `coordinator`. A late group gets t
 update without its own.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

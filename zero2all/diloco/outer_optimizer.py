@@ -15,8 +15,6 @@ training waits only for a link that takes longer than tau steps. Groups get the 
 the same kind of device.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """The ranks of a group as one: rank 0 has the link to the other groups, the other ranks give it what they send, and get
 from it what is theirs. Every method is called by all ranks of the group, in the same order."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence

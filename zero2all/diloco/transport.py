@@ -10,8 +10,6 @@ has the size that the receiver knows beforehand (`Expected`), and memory is take
 no frame of this link end the connection, and the log names where they came from.
 """
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import random

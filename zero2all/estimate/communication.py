@@ -44,8 +44,6 @@ the owner of each matrix and back, in bfloat16 (a float32 run: float32). The mea
 Not counted: padding (pass `buffers` to count it), validation and saving.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A change is worth what it frees. What it costs is said in words, because memory 
 `z2a perf plan`'s subject.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any

@@ -12,8 +12,6 @@ Legend: N tokens, T sequence length, C width, F inner width, Hq and Hk heads, D 
 different ids, e bytes of a value, P parameters.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

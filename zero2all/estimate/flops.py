@@ -19,8 +19,6 @@ selective      only norms and the like, which count as 0 here; and the qkv proje
                overwrites its output, and attention where it has dropout or consists of plain matmuls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

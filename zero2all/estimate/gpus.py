@@ -4,8 +4,6 @@ Looked up by exact name only, the short one or the device's whole name: `NVIDIA 
 name of a faster device. An unknown one has no figures here, never those of a similar one.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

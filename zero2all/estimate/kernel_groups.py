@@ -6,8 +6,6 @@ cutlass is otherwise a sign of a matrix product. What no rule knows is element-w
 torch.compile, make of everything else.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -7,8 +7,6 @@ axis has an equal share of the experts. A pipeline stage has some of the blocks;
 last one the last norm and the head.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace

@@ -4,8 +4,6 @@ Each returns a `CalculatorAnswer`: every number with its unit, the formula that 
 `zero2all.cli.perf_calculators` reads the arguments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

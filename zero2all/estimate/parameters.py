@@ -8,8 +8,6 @@ P = 12 L h^2 (1 + 13 / (12 h) + (V + s) / (12 L h)).
 `matmul` are those that a token is multiplied with: no lookup, no norms, no biases; the head even where it is tied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

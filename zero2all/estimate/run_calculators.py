@@ -7,8 +7,6 @@ delta is 2M or more.
 Goodput: tau / (M e^(R/M) (e^((tau+delta)/M) - 1)), about 1 - delta/tau - (tau/2 + R)/M.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

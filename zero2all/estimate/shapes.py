@@ -8,8 +8,6 @@ one, so time over a size is a staircase.
 Legend: b samples, s tokens of a sequence, h hidden width, f inner width, a heads, t tensor ranks, p pipeline stages.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -13,8 +13,6 @@ accuracy over all, clean and dirty items.
 Memory: 8 bytes a gram, 12 for what was found of it, and a filter of at most 64 MB, in every worker process.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ files says where they came from: repository, commit, licence, sizes and checksum
 corpus download`: it continues where it was cut off and checks every file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Few-shot prompts put solved examples of another split before the item, the same 
 Chinese for Chinese items.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Sequence

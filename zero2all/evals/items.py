@@ -4,8 +4,6 @@ Every reader in `tasks/` turns files into these, every form in `forms.py` asks t
 torch here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

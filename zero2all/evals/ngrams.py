@@ -11,8 +11,6 @@ Width (Ａ and A) and simplified or traditional Han make none either, except in 
 over its units modulo 2^64: with prefix sums, all runs of one length take two subtractions and a multiplication.
 """
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Sequence
 from functools import cache

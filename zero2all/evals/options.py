@@ -1,7 +1,5 @@
 """What an evaluation does, whether all it needs is there, and how to tell that it was done already. No torch here."""
 
-from __future__ import annotations
-
 import codecs
 import itertools
 import os

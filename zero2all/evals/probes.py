@@ -5,8 +5,6 @@ ends there. Beside that are measured log P(answer | prompt), its share among ans
 answer's first token, which move long before the first answer is right.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

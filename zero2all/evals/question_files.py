@@ -6,8 +6,6 @@ each with templates, which are expanded to one probe per fact and template; the 
 No torch here: mistakes in a file are reported before a model is loaded.
 """
 
-from __future__ import annotations
-
 import codecs
 import itertools
 import re

@@ -1,7 +1,5 @@
 """One evaluation of one checkpoint: gathered, written to `runs/<name>/eval/`, and shown."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ check within one process can be hidden from the code beside it. Nothing is run u
 for programs from a stranger, use a virtual machine.
 """
 
-from __future__ import annotations
-
 import builtins
 import os
 import secrets

@@ -15,8 +15,6 @@ Where the kernel has one of them not, an audit hook of Python refuses the same: 
 by mistake, not a person who wants to get out.
 """
 
-from __future__ import annotations
-
 import builtins
 import ctypes
 import json

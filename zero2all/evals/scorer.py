@@ -7,8 +7,6 @@ the end of the prompt, exactly. A continuation is counted in its usual spelling,
 continuations never add up to more than one.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

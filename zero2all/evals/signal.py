@@ -18,8 +18,6 @@ group → figures; `tasks` → list of results). Wherever a node holds one of KI
 to it. Parts of a report that later versions add are found the same way.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

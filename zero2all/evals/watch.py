@@ -7,8 +7,6 @@ checkpoint again. The figures go to the metrics before the report is written: th
 there twice, which every reader takes as one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

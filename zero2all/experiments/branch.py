@@ -4,8 +4,6 @@ One run at a constant rate (its trunk) so gives a finished model at several budg
 again. The checkpoint is linked, not copied, and `anneal.json` asks for the decay, as `z2a anneal` does.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -12,8 +12,6 @@ drawing whole runs loses some, and gave intervals 10 times too wide with three s
 sizes, 2 to 5 budgets, noise of the runs or of the points) 70 to 85 % held the truth.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ over channels, is convex in r, so that going downhill finds its least. The surro
 in turn. Intervals: refits to its own losses with the residuals of the runs dealt out anew, 10th to 90th percentile.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

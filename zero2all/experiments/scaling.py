@@ -1,7 +1,5 @@
 """The ends of the runs of a workspace, what the scaling law through them says, and a picture of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ of one proportion follows one law: a size with heads of another width lay 1.5 to
 choose a size; the shape follows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

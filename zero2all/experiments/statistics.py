@@ -6,8 +6,6 @@ common seeds. Seeds of each setting that show a difference d with 80 % power at 
 (2.8 sd / d)^2 pairs, sd of the differences; without pairs 2 (2.8 sd / d)^2, sd of one run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -8,8 +8,6 @@ A task trains a run to its end, or to a step of it, or lets a branch of it decay
 any moment ends with the same ledger but for times, because every run ends with the same bits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing

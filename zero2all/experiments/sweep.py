@@ -15,8 +15,6 @@ All arms of a seed see the same text in the same order, from the same initial we
 are compared seed by seed (`statistics`).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ In the picture every line is a setting: it crosses each axis at its value and en
 the best one show which values matter: they bundle on axes that matter, and spread on those that do not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ over log2 of the parameters is followed to the large model, never beyond the fac
 hold on this data, the minima stay at x1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ Which form a row has is seen from its keys. Roles are never put into another ord
 or which has nothing to learn, is refused with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ The rest is one bucket: without it a model would learn to leave nothing to the i
 Legend: B rows, T targets of a row, S those in this process, K ids, N learned tokens of a split, D conversations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`z2a dpo`: a run on pairs of answers. What it learns is in `preference`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

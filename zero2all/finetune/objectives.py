@@ -1,7 +1,5 @@
 """What a fine-tuned run learns, by `finetune.method`."""
 
-from __future__ import annotations
-
 from zero2all.train.context import RunContext
 from zero2all.train.objective import Objective
 

@@ -10,8 +10,6 @@ kept beside the pairs, so no second model is ever in memory.
 Legend: B rows, S targets of a row here, P pairs of a row at most; of a pair 0 is the chosen answer, 1 the rejected one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Written are the config and a checkpoint at step 0 with the weights of the base, 
 what the run was begun with, so that the same command continues it and another one is refused.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ A reward that cannot be computed is not 0: it is None, and the answer is left ou
 loss. A function of the user runs in a process of its own (`reward_child`), which is killed when its time is up.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

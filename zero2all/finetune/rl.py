@@ -3,8 +3,6 @@
 The dial of difficulty is built in: `--arithmetic 3` asks for sums of three digits, `--arithmetic 2-4` of two to four.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Legend: B rows, T targets of a row.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ The log-probability of each token is kept as it was drawn: at temperature 1 from
 computes it again, sees the same distribution.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

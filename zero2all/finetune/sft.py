@@ -7,8 +7,6 @@ stays within a conversation (`data.document_mask`), so that the loss of packed r
 and the learning rate is a share of the base run's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

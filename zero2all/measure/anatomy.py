@@ -9,8 +9,6 @@ those inside it took; what is between operators is Python and torch's own work.
 The update of the weights is one group, whatever its kernels do; so is the loss, but for the products of the head.
 """
 
-from __future__ import annotations
-
 import bisect
 import gzip
 import json

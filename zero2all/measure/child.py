@@ -5,8 +5,6 @@
 A config that does not fit in memory, or cannot run here, is a result too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

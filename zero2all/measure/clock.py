@@ -1,8 +1,6 @@
 """Times of a device: how long a call takes, the rates that nothing exceeds, power and clocks meanwhile; and times of
 calls in the state that training keeps the device in (`Stopwatch`)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import subprocess

@@ -9,8 +9,6 @@ Where the time went is the account of `track.goodput`. The first rows of every a
 compile, count for the time but not for the speed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -17,8 +17,6 @@ The names and what they mean to `zero2all.estimate`:
     operator/adamw, grad_norm, zero: the update (28 bytes a parameter), the norm and the clearing of gradients (4 bytes)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial

@@ -5,8 +5,6 @@ torch, one CUDA and one power limit: when any of them changes, it is stale, and 
 Profiles belong to a user, not to a workspace: they lie in ~/.cache/zero2all/profiles, or where Z2A_PROFILES says.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

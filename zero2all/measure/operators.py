@@ -1,7 +1,5 @@
 """Every implementation of every operator: whether it runs here, and how it is called alone on inputs of one size."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

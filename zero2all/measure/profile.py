@@ -4,8 +4,6 @@ First steps without a profiler, for the true time; then some under torch's profi
 the trace and its anatomy. The parts of a step (forward, loss, backward, …) are those of the trainer's own metrics.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The step is the trainer's own (`train.train_step`): recomputation, offload, CUDA
 run. As there, the host is one step ahead and reads the figures of a step while the next one runs. One process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """`z2a perf predict`: the prediction of a config for a machine; with `--verify`, a few real steps beside it."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The shape of a Z2all model. No torch here: planning and validation must not need it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args

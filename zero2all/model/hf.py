@@ -5,8 +5,6 @@ their rows alternating, and the matrices of all experts of a block are one tenso
 so a folder that is imported and exported again holds the same tensors. `hf_config` says which layout a model has.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ Llama. With experts the router does: softmax, without a balancing bias and share
 and Mixtral without it and without dense layers; sigmoid with shared experts is GLM-4 MoE, which has all of these too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each parameter is drawn by itself from the seed and its name, so that a seed mea
 and in whatever order parameters are drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

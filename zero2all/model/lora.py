@@ -9,8 +9,6 @@ warns and computes with the base alone. Here nothing of an adapter is left out s
 and settings that would change the result are errors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

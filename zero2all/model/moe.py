@@ -15,8 +15,6 @@ padding not at all, and validation and generation count nothing.
 Legend: N tokens of a pass, k experts per token, E experts, C hidden width, F inner width of an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

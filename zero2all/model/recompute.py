@@ -19,8 +19,6 @@ save.
 Apply it before compilation and before sharding. Modules and parameters keep their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

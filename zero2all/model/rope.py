@@ -13,8 +13,6 @@ yarn      the same blend with k = 1 - (d - a) / (b - a), held within 0 and 1; a 
           cos and sin times t = 0.1 ln(s) + 1 (`attention_factor`): logits times t^2, a sharper softmax over more keys
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

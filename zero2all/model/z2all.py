@@ -8,8 +8,6 @@ rows.
 positions start at 0 in each document, so that the output for a document does not depend on its neighbours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -15,8 +15,6 @@ On disk, beside the shards: `best-fit-<seq_len>/` with `starts.u64` and `lengths
 `rows.u64` (the first chunk of each row, and the total at the end) and a manifest of its own.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path

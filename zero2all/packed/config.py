@@ -1,7 +1,5 @@
 """Which data a run reads, in which proportion, how it is cut into samples, and how it is fetched."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -8,8 +8,6 @@ What goes out gets `….json` beside it (tokenizer, channel, counts), which is c
 in is a source like any other, except that `z2a pack` keeps it beside those of the corpus. Every id is checked.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Callable, Iterable, Iterator

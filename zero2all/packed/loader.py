@@ -10,8 +10,6 @@ step before still computes: batches are on the device by the time they are asked
 page-locked memory out again once the copy is through.
 """
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator

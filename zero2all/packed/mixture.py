@@ -4,8 +4,6 @@ A name in the mixture is a source or a channel; a channel's weight is shared amo
 are relative: they need not sum to one, but one of them must be above 0 and none below.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

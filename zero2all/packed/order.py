@@ -8,8 +8,6 @@ source follows from a prefix count. So the data position of a run is one integer
 micro-batch. A stage changes the weights at a position; every source goes on where it stood.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ What a piece holds depends on its task alone, and it appears whole or not at all
 with the pieces that are there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ token of a chunk is not predicted, for nothing in its row belongs to it.
 Legend: B rows, T = seq_len. Inputs are tokens[:, :-1], targets tokens[:, 1:]; weights belong to targets.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -7,8 +7,6 @@ document's corpus record. All are memory-mapped when first touched. `packed/repo
 together; it is removed before anything is packed anew and written last.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from bisect import bisect_right

@@ -4,8 +4,6 @@ A shard is closed after the document that takes it past `shard_tokens`. So the s
 the pieces were, and each can be written by itself.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

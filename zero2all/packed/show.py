@@ -7,8 +7,6 @@ first item, and `file`. From these follow the raw file and the place in it.
 Below: all of the packed data in figures (`z2a data stats`).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cache

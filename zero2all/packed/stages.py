@@ -7,8 +7,6 @@ its own, and some text is read again. What has been read is never planned again:
 keeps the stages it recorded up to its position.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction

@@ -3,8 +3,6 @@
 Everything that is wrong is found in one go and named by file; nothing is mended.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

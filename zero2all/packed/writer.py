@@ -10,8 +10,6 @@ there, and writes the same bytes whatever the number of workers. Corpus shards a
 again checks what is there, and packs a split anew where the corpus, the tokenizer or a byte of it has changed.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

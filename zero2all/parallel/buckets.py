@@ -6,8 +6,6 @@ owns one range of it:
 an equal share of its values, or, where the optimizer needs more than single values, whole rows or whole parameters.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

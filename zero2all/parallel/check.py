@@ -8,8 +8,6 @@ several axes share. The arithmetic behind most of them:
     rows of a step = rows of a pass x batch ranks x passes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace

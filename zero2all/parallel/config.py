@@ -1,7 +1,5 @@
 """Where a run computes, and how it is spread over processes."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

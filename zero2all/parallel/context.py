@@ -13,8 +13,6 @@ Positions and documents are those of the whole row: each rank knows them and pic
 Legend: B rows, T tokens of the whole sequence, S = T/c, Hq and Hk query and key/value heads, D head width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

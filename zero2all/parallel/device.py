@@ -1,7 +1,5 @@
 """The device a process computes on, and what must be equal for two runs to agree bit for bit."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -13,8 +13,6 @@ The expert axis is folded out of shard x context x tensor (`zero2all.parallel.me
 of its own here, tensor ranks those of their part of the sequence.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Results go through the store of the rendezvous, so that a process that hangs or 
 PRODUCT_SECONDS and twice PAIR_SECONDS, and it is named.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import socket

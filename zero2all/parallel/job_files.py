@@ -1,8 +1,6 @@
 """Files that start a run on a cluster: a batch file for Slurm, a manifest for Kubernetes. They say why each line is
 there, because people will change them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

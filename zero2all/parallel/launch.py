@@ -11,8 +11,6 @@ too: what connects there is passed on to the coordinator (`resilience.coordinato
 there to the store.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

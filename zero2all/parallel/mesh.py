@@ -21,8 +21,6 @@ Code names the axis, or the product of axes, that it means:
     world       all processes
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ the loopback, and the processes never meet. The interface that the route to rank
 A variable that the user set is never changed.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence

@@ -10,8 +10,6 @@ second, machine 0 listens at the first, and at no other address of its own. If i
 not guess where a translated one arrives: it may as well be another machine that was given the number 0 by mistake.
 """
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os

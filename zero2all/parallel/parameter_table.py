@@ -10,8 +10,6 @@ first dimension. Routers and experts are never cut over the tensor axis: each te
 Parameters of other pipeline stages are not in its table at all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -14,8 +14,6 @@ Which processes these are depends on how the parameters of the bucket are spread
 `parallel.compress: bf16` a copy of the bucket in bfloat16 is summed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -14,8 +14,6 @@ NCCL will use, and like them at a port that the system chooses. Behind a firewal
 port is forwarded, these would otherwise try for `parallel.timeout_seconds`.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

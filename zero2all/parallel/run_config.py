@@ -4,8 +4,6 @@ imported here.
 A RunConfig is a `SpreadConfig` as it is; mypy checks that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

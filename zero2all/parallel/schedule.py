@@ -20,8 +20,6 @@ forward, backward by inputs and backward by weights, a process waits
 of a step that takes m (f + b + w) without it. `idle_shares` plays the actions with any costs instead of these formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 

@@ -6,8 +6,6 @@ of its commands. When this program ends, however it ends, that input closes, and
 and ends.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -11,8 +11,6 @@ biases of second matrices) sees only the positions of its rank, so its gradient 
 (`zero2all.parallel.mesh.Mesh.sums`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A run of one process needs no process group and makes none; everything here then
 or `z2a train` itself (`launch`) sets the environment variables with ranks and addresses.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Callable, Iterator

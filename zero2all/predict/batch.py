@@ -1,8 +1,6 @@
 """What is measured or predicted: the config of `z2a train` without what needs data, or of a published model; and a
 batch such as 2x2048x16."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

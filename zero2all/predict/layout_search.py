@@ -9,8 +9,6 @@ shown if they fit (`estimate_memory`). On one GPU the best few can be measured
 (`zero2all.measure.verify`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

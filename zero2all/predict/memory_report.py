@@ -4,8 +4,6 @@ The operators are those that a run would take on this machine, if the GPU asked 
 takes on such a GPU without optional packages, which the report says.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 The formulas are in `estimate` (`step`, `memory`); here a config, a batch and a machine become their inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

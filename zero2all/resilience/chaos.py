@@ -1,8 +1,6 @@
 """Fault plans for `z2a chaos`: read and checked as people write them, and put into the form that `common.fault` obeys
 in the processes of a run."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """What keeps a run alive: its supervisor, and what it does when it is asked to stop."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

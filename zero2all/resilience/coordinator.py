@@ -13,8 +13,6 @@ Only the coordinator starts attempts, and rank 0, which alone commits checkpoint
 network breaks, the side without it ends its ranks and waits: two sides never train at the same time.
 """
 
-from __future__ import annotations
-
 import secrets
 import socket
 import threading

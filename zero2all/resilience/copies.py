@@ -13,8 +13,6 @@ port, those of all machines would cross the network of machine 0. Only who knows
 (`common.connections`), and no file is used before its checksums were compared.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ All of it is seen from outside. Stacks are taken with py-spy where it is install
 stopped already), else the process writes them itself on a signal, in C, so that a held GIL does not matter.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

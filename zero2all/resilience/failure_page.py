@@ -3,8 +3,6 @@
 The event is in a metrics file of its own writer, `supervisor`, because the trainer that would write it is dead.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

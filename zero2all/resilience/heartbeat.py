@@ -9,8 +9,6 @@ A thread of the rank waits for the supervisor's pipe. If the pipe closes, the su
 after SIGTERM. A byte asks for the numbers of the collectives (torch's flight recorder).
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import json

@@ -4,8 +4,6 @@ A thread keeps the connection. When it is lost, or the coordinator is silent, th
 others may have gone on without it. The thread then connects again and again, because machine 0 may come back there.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

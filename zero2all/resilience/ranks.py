@@ -8,8 +8,6 @@ What a rank prints goes through pipes; the first one gets a terminal of its own 
 so that the command looks like one program in the foreground.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import selectors

@@ -1,8 +1,6 @@
 """When a run ends: whether a failed one is tried again, and after which pause; and notices that it must end, by a file
 that appears, an address of a cloud's metadata service, or a deadline."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -10,8 +10,6 @@ otherwise end the process with SIGBUS at a later write. The folders belong to on
 followed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import mmap

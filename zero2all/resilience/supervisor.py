@@ -7,8 +7,6 @@ asked to stop. The supervisor gives up when the same error comes at the same ste
 a row without progress. It never imports torch, so that it costs a run a fraction of a second.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

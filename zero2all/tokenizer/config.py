@@ -1,7 +1,5 @@
 """The options of a tokenizer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

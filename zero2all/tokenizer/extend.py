@@ -14,8 +14,6 @@ Two ways to choose them:
 Byte-level BPE only: a SentencePiece model spells what it lacks in byte pieces, which no merge can join to a character.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ A `.tiktoken` file lists pieces and ranks only. Its regular expression and its c
 it came with; for known files (by their number of pieces) they are here, for others the user gives them.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

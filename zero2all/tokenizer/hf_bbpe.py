@@ -5,8 +5,6 @@ memory per byte of text (4.2 GB for 50 MB), which `train.py` checks before anyth
 threads does not change the result.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

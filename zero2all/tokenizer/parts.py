@@ -4,8 +4,6 @@ A part is small (`PART_BYTES`), so that threads have work and an interrupted tra
 what it reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

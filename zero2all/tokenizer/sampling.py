@@ -7,8 +7,6 @@ beginning; and a smaller share is part of every larger one. An amount is turned 
 size the corpus report states, so what is taken comes close to it (the manifest says how close).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from fractions import Fraction

@@ -11,8 +11,6 @@ which still knows the special ids for decoding and for `eos_token_id`. (If trans
 The *compatible* layout, for tools that render chat templates as text, gives the property up: see `compatible_files`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A `.model` is a protobuf message; only the few fields that decide ids are read. 
 of its scores; a unigram model keeps its scores. What tokenizer.json cannot express exactly is refused with the reason.
 """
 
-from __future__ import annotations
-
 import base64
 import struct
 from collections.abc import Iterable, Iterator

@@ -4,8 +4,6 @@ They take the first ids of every vocabulary that we train, in the order of `Spec
 means the same thing in all of them. A later stage (tools, images) can use the reserved ones without moving any id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

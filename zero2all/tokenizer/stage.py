@@ -1,7 +1,5 @@
 """The tokenizer stage of a workspace: train on its corpus or on plain text files, or take over one from elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

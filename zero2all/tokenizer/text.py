@@ -6,8 +6,6 @@ removed from training text, or their fragments would become pieces. A removed st
 two sides never becomes one pretoken.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

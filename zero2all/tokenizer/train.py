@@ -7,8 +7,6 @@ The trainer of the `tokenizers` library keeps every distinct pretoken in memory.
 does not fit, it is refused before it starts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ every request needs the random token: once in the printed address, from then on 
 allows scripts, styles and connections of this origin only, and nothing inline.
 """
 
-from __future__ import annotations
-
 import errno
 import hmac
 import ipaddress

@@ -11,8 +11,6 @@ stream that broke loses nothing: the new one begins with the present versions, a
 prints an address with a random token in it, which is the only way in.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

@@ -4,8 +4,6 @@ Each bin keeps the smallest, the largest and the mean value, so a spike of one s
 `maximum` of its bin. Where the points fit, they are returned as they are, one per bin.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

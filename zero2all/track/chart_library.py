@@ -4,8 +4,6 @@
 is missing until `z2a board --fetch-charts` fetches it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Every row has a step, a time and a token count; a metric has values for some of 
 metric that is in every row needs no list of rows, which is the usual case and makes its columns plain slices.
 """
 
-from __future__ import annotations
-
 import hashlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The `track` section of a config: how often training writes metrics, and how much it may hold back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zero2all.common.schema import NaturalFloat, NaturalInt, PositiveInt

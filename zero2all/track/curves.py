@@ -14,8 +14,6 @@ their order. x is float64 (tokens and times need it), all else float32. A band o
 takes 38 KB, whatever the length of the run, and the page uses it without parsing.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

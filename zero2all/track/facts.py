@@ -3,8 +3,6 @@
 Events are sent short; all about one of them is sent when it is opened. Everything is sent ready to be shown.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

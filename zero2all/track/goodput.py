@@ -7,8 +7,6 @@ rollback repeated are lost. The time between an end that nobody restarted and th
 had stopped the run, and nothing ran then.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any

@@ -4,8 +4,6 @@ Of a run only the head and the tail of its latest metrics file are read, so 200 
 however long they are.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -5,8 +5,6 @@ Every line goes through the JSON parser alone, so that a damaged one costs only 
 (another inode, shorter, or other bytes where we have read already) is read again. Long files are kept as a sidecar.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import suppress

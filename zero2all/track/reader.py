@@ -5,8 +5,6 @@ nothing was. `read_run` reads a run once, whole. How attempts become one curve i
 be read (torn by a kill, damaged) are skipped and counted in `problems`, and never stop a reader.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

@@ -12,8 +12,6 @@ statement in it ends with `;`, and it has no comments.
   that shrank while it was sent is noticed. Every answer is due within `ANSWER_SECONDS`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

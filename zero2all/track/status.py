@@ -8,8 +8,6 @@
 - *unknown*: there is nothing to judge by.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

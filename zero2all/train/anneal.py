@@ -6,8 +6,6 @@ rate falls. From then on the rate is a function of that record, which is in the 
 a resumed run anneals the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model of a run on its device, cut and spread over the processes, with its optimizer."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 What changes while the run trains is in `zero2all.train.state.TrainState`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ in the next collective, and FSDP cannot recover from an error in the middle of a
 pass, and a fixed rule is used.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -10,8 +10,6 @@ The two passes must see the same network: no dropout, and no z term (the config 
 Legend: B rows, T targets of a row, S those in this process (context parallelism cuts rows).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

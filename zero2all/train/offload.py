@@ -13,8 +13,6 @@ forward pass meanwhile: before a block computes it waits for the weights of this
 The worker never communicates with other processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext

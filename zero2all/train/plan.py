@@ -5,8 +5,6 @@ and which axis tolerates a slow link best. A run that cannot be spread so is ref
 start (`zero2all.parallel.check`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Continuing a run: which checkpoint is its newest, whether the config and the data still fit it, and loading it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

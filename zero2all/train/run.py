@@ -1,7 +1,5 @@
 """A run from its start to its end: it meets the other processes, locks its folder, prepares, trains, closes files."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """The data of a run: which text it reads from which token on, by its stages, its checkpoint and its anneal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each is a function of plain values that returns notes for the user, or raises an
 found. None of them changes anything; `overfit_one_batch` trains, but writes nothing to disk.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The config that a run keeps: resolved against its data, saved beside its checkpoints, read again by every tool."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

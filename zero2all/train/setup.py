@@ -1,7 +1,5 @@
 """From a config and a workspace to a run that is ready for its next step, with all checks before it."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import asdict
 

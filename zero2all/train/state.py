@@ -5,8 +5,6 @@ the position. What a checkpoint must hold is therefore the master weights, the o
 float16, a few counters, and the state of the guards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Where the time of a step goes, and garbage collection that does not fall into the middle of one."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections import deque

@@ -8,8 +8,6 @@ On a GPU the host only queues work. Whether the update is made is decided on the
 step. The stats come back as `PendingStep`, copied in the background, so that reading them a step later does not wait.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 

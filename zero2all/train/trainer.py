@@ -13,8 +13,6 @@ validation, a save, a round of DiLoCo. All of them judge the same stats; what on
 shard, a request in the run's folder) is a flag in the stats of the next step, and only then do they talk about it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager

@@ -9,8 +9,6 @@ training. The loop records the value in the manifest of the checkpoint, and `z2a
 a checkpoint was saved without a validation, computes the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

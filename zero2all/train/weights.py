@@ -15,8 +15,6 @@ the next forward pass already runs. With offload the masters are on the host, an
 block are gathered while it computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Rewrites can be put one after the other; each item then names all of them, the s
 `extra["lineage"]`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

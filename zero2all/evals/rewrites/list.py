@@ -1,8 +1,6 @@
 """All rewrites by name, with those of the examples of a prompt (R14), and what `--rewrites` may say: names, `R1` for
 all that begin with `R1.`, `R13+R2` for one after the other, or `all`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

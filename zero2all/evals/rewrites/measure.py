@@ -12,8 +12,6 @@ difference with a paired 95 % interval. Two things would look like a gap and are
   some labels. The gap is what is missing from this *expected* accuracy.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

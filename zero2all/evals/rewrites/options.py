@@ -1,7 +1,5 @@
 """R1 to R6: the options under other labels, in another order, replaced, or fewer."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

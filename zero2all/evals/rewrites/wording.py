@@ -1,7 +1,5 @@
 """R7 to R11, R13, R15 and three more: the question in another shape, with more around it, in other words or letters."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import random

@@ -4,8 +4,6 @@ The split of a file is the last of the words train, dev, val, test in its path: 
 `ARC-Easy/train-00000-of-00001.parquet`.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import gzip

@@ -15,8 +15,6 @@ A, B, C, … or in one column, separated by |. May be given as well: id, context
 of France is → Paris). Files with train or dev in their name give the examples of few-shot prompts.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ passage), LAMBADA (the last word). Problems whose solution is written out: GSM8K
 (Python functions).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the doctor says of one thing."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import dataclass
 from functools import partialmethod

@@ -1,7 +1,5 @@
 """The GPUs, their driver and the links between them, as nvidia-smi describes them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Processor, memory, limits, disk and network of this machine, read from Linux's own files."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -6,8 +6,6 @@ the secret of the listener is answered. A listener does only three things: echo 
 measure the way to another listener for about a second.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,8 +1,6 @@
 """Versions, combinations that are known to fail, which kernels run here, and variables of the environment that cost
 speed or break a run."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -10,8 +10,6 @@ were found, in rising order (postings). Counts only fall, and a new pair is no m
 its newer symbol, so a pair below the bound never comes back above it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -6,8 +6,6 @@ they are by then: fewer and shorter, since a border that nothing can be merged a
 is never below T, the threshold of the cut, and above it only where the places of all pairs would not fit into memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

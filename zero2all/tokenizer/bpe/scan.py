@@ -13,8 +13,6 @@ The alternatives of `config.PRETOKEN_PATTERN`, tried in this order at every plac
 A document is an array of code points that ends with `DOCUMENT_END`, so looking one place ahead is always allowed.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -8,8 +8,6 @@ of the vocabulary: ASCII characters, then the others by count and code point, th
 order does not depend on where text was cut, so ties are broken alike.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -15,8 +15,6 @@ Exact by construction. A pretoken's symbols are merged lowest rank first, leftmo
 Texts are arrays of code points, each followed by `DOCUMENT_END` (see `bpe.scan`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

@@ -4,8 +4,6 @@
 removed from the tokenizer.json that it gets, so that it cannot recognise them in text.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 Only what the encoder reproduces exactly is accepted; everything else is refused with the reason in words.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -4,8 +4,6 @@ Bytes are UTF-8 bytes of the corpus text, tokens are those of text (no begin or 
 second of processor time. Every figure is over the same documents for all tokenizers.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping, Sequence

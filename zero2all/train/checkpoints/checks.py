@@ -14,8 +14,6 @@ It reads a tensor twice on its device: 36 ms for these 14.6 GB, with 160 MB besi
 November 2026). Boxes that only one rank has cannot be compared and are left out.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -12,8 +12,6 @@ A thread does this in the background (`Writer`), one save at a time. Nothing is 
 a SaveResult, which the loop collects with `poll` and turns into events.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -5,8 +5,6 @@ so every rank starts from the same one. A damaged one is reported and, by the ho
 that has committed a checkpoint and has no intact one left stops: starting over silently would be the worst outcome.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace

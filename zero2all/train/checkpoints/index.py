@@ -7,8 +7,6 @@ and every box is exactly as long as its place in the file; so loading a checkpoi
 bytes on disk.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -14,8 +14,6 @@
   damaged/, withdrawn/              set aside, each with its reason in a text file
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ executed, no name from a file becomes a path. Then the bytes: the crc32c of ever
 the weights, that of their files.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import stat

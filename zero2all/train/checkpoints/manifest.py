@@ -5,8 +5,6 @@ byte of a checkpoint is covered: those of the other files by the manifest, those
 finds damage; it is not a signature, and anybody can write another checkpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from contextlib import suppress

@@ -8,8 +8,6 @@ A checkpoint counts when it is whole on every machine at the same step. Ranks fi
 before the next one they agree which step all of them have, and none overwrites that one.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

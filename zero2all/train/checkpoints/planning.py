@@ -8,8 +8,6 @@ The plan changes only when the parts do, so it is made once: a rank copies and h
 write itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

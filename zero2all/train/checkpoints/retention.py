@@ -15,8 +15,6 @@ ignores it, and the next reader takes it over. A reader that was suspended and l
 before it writes.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -13,8 +13,6 @@ one `stat` while nothing has changed. A process that was suspended while another
 and ends with exit code 14.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -12,8 +12,6 @@
 Methods that say so must be called by all ranks at the same point. When `save` has returned, the parts may change.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ reported as the system's own error, and the bytes come directly from the host bu
 result.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ First the data: if one channel or a few rows cause the rise, the text is to blam
 otherwise the rules about the optimizer apply, each with the figures it is based on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -20,8 +20,6 @@ Limits are recomputed after every fourth accepted step, depend on the window alo
 restored detector gives the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

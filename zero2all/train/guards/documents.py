@@ -4,8 +4,6 @@ Rows are a function of the data and the position, so they can be shown at any ti
 is over. Decoding needs a tokenizer, which training does without: callers that have one pass its `decode`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ the packed data and, for titles, the corpus; no failure in it may stop a run: er
 even that fails, kept in `problems`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

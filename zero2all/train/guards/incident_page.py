@@ -4,8 +4,6 @@ Both show text from the corpus. On the terminal, characters that could move the 
 replaced. matplotlib could draw the curves, but a machine that only trains does not have it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ may be bad: the run goes back to an older checkpoint, whatever the settings but 
 was bad, the run comes to it again with a proven state, and decides as one that was not interrupted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -10,8 +10,6 @@ checkpoints and writes the records, and an error there is raised on all ranks. S
 (time, files, the rank itself) may enter a verdict.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

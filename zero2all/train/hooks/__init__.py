@@ -1,7 +1,5 @@
 """What a run does besides its steps: one hook each, called at the moments of `zero2all.train.trainer.Trainer.fit`."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 from zero2all.packed.loader import Batch

@@ -4,8 +4,6 @@ Rank 0 looks. While it waits for a slow network disk all others would wait for i
 looks, every WATCH_SECONDS, and the stats of the next step tell the others.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """When a run saves, and what a checkpoint holds besides the state. How it is written: `zero2all.train.checkpoints`."""
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager
 from dataclasses import asdict

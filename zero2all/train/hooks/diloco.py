@@ -1,7 +1,5 @@
 """DiLoCo: a run exchanges weights with the other groups every `diloco.every` steps (`zero2all.diloco`)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -5,8 +5,6 @@ of the next step, weights of its rows, data to skip, rollback, stop) and need no
 rank 0 reports: events, incident pages, the state in the checkpoint.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

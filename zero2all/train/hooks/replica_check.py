@@ -1,7 +1,5 @@
 """Wrong bits of a faulty machine: replicas are compared, and some steps are computed twice."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Only rank 0 has metrics and a terminal. A terminal that is gone never ends a run.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ not finished. The process that finds damage gives up the memory checkpoints of a
 at once; the next start moves the later checkpoints away. So a kill in between changes nothing.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

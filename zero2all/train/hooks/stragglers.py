@@ -6,8 +6,6 @@ the next step, so nothing is sent besides. Where the forward pass itself has col
 parallelism, ZeRO-3), the ranks that wait for each other there are slow together.
 """
 
-from __future__ import annotations
-
 import socket
 from collections import deque
 

@@ -1,7 +1,5 @@
 """Validation while a run trains. What the held-out loss is: `zero2all.train.validate`."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from typing import Any

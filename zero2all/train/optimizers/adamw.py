@@ -7,8 +7,6 @@
 the reference it is tested against. State: 8 bytes a parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -15,8 +15,6 @@ State is a flat dict of parts, complete from construction on: `<moment>/<logical
 `step/all`. They hold the live tensors, so a checkpoint is loaded directly into them. There is no random state.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """From the masters of logical parameters and a config to an optimizer, and how each may be cut."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal

@@ -4,8 +4,6 @@ The same contract as every optimizer here (see `base`), but gradients are read f
 weights of the forward pass are written in the same pass as their masters.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

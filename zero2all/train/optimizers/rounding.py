@@ -7,8 +7,6 @@ The random bits are a hash, computed where the values are: no state to save, no 
 every device and for every cut of a parameter.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
