@@ -80,8 +80,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Room -> what it may import beside itself, `common` and the version, from the bottom of the house to the top. A name
 covers the modules below it."""
 
-SECTIONS_MAY_IMPORT = {"tokenizer.config": ("tokenizer.specials", "tokenizer.sampling")}
-"""A room's `config.py` imports only `common`, with these exceptions."""
+SECTIONS_MAY_IMPORT = {"tokenizer.config": ("tokenizer.sampling",)}
+"""A room's `config.py` imports only `common`, with this exception."""
 
 TRAINER = (
     *("packed", "model", "ops", "parallel", "diloco", "train", "estimate", "track.writer", "resilience.slots"),

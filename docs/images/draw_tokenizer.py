@@ -11,7 +11,7 @@ from example import Example
 
 from zero2all.common.files import read_json
 from zero2all.tokenizer.save import TOKENIZER_NAME
-from zero2all.tokenizer.specials import byte_alphabet
+from zero2all.tokenizer.config import byte_alphabet
 
 WORDS = (" capital", "首都")
 SENTENCES = ("The capital of France is Paris.", "中国的首都是北京。")

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.terminal import print_table
+from zero2all.cli.terminal import print_fitted, print_table
 from zero2all.cli.verb import LAST_PORT, verb, write_json_result
 from zero2all.common.errors import BadInputError, UnhealthyError, UsageError
 from zero2all.common.language import padded
@@ -131,8 +131,6 @@ def _check_ranks(arguments: argparse.Namespace) -> int:
 
 
 def _print(findings: list[DoctorFinding]) -> None:
-    from zero2all.cli.terminal import print_fitted
-
     area = ""
     for finding in findings:
         if finding.area != area:

@@ -12,7 +12,7 @@ from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import group, verb, workspace_of, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
-from zero2all.common.progress import counted, human_count, human_seconds, progress, say, tell
+from zero2all.common.progress import counted, human_count, human_seconds, progress, say, scaled, tell
 
 if TYPE_CHECKING:
     from zero2all.common.workspace import Workspace
@@ -266,7 +266,6 @@ def _sweep(arguments: argparse.Namespace) -> None:
 def plan_of(arguments: argparse.Namespace, axes: tuple[Axis, ...]) -> SweepPlan:
     """The plan that is asked for."""
     from zero2all.common.cores import usable_cores
-    from zero2all.common.progress import scaled
     from zero2all.config import load_config
     from zero2all.experiments.sweep import HALVING_RUNGS, SweepPlan, budget_rungs
     from zero2all.parallel.launch import count_gpus

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.verb import verb
+from zero2all.common.errors import UsageError
 from zero2all.common.progress import say, tell
 
 if TYPE_CHECKING:
@@ -119,7 +121,6 @@ def _dpo(arguments: argparse.Namespace) -> int:
     z2a rl my-run-sft --data prompts.jsonl --reward mine.py:score --work my-workspace
     """)
 def _rl(arguments: argparse.Namespace) -> int:
-    from zero2all.common.errors import UsageError
     from zero2all.common.workspace import Workspace
     from zero2all.finetune.rl import RlOptions, digits_of, prepare_rl
 
@@ -141,10 +142,6 @@ def _rl(arguments: argparse.Namespace) -> int:
 
 def _reward(word: str) -> tuple[str, float]:
     """NAME or NAME=WEIGHT; a file by its whole path, so that the run can continue from elsewhere."""
-    from pathlib import Path
-
-    from zero2all.common.errors import UsageError
-
     name, mark, weight = word.rpartition("=")
     try:
         value = float(weight) if mark else 1.0
@@ -156,8 +153,6 @@ def _reward(word: str) -> tuple[str, float]:
 
 def _given(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
     """The options that every way of fine-tuning has."""
-    from pathlib import Path
-
     names = ("data", "epochs", "lr", "seq_len", "valid_share", "step", "overrides")
     name = arguments.name or f"{Path(arguments.model).expanduser().resolve().name}-{method}"
     return {"name": name, **{each: getattr(arguments, each) for each in names if hasattr(arguments, each)}}

@@ -222,11 +222,8 @@ def build_parser(words: Iterable[str] = MODULES) -> Parser:
     parser.add_argument("--version", action="version", version=f"z2a {__version__}", help=about)
     verbs = parser.add_subparsers(title="verbs", metavar=VERB, required=True)
     for word in words:
-        module = import_module(f"zero2all.cli.{MODULES[word]}")
-        if word in DECLARED:
-            add_declared(verbs, word)
-        else:
-            module.register(verbs)
+        import_module(f"zero2all.cli.{MODULES[word]}")
+        add_declared(verbs, word)
     return parser
 
 

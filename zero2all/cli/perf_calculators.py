@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.terminal import print_table
 from zero2all.cli.verb import AMOUNT, COUNT, TAKES_FIELDS, TIME, amount, count, duration, verb, write_json_result
+from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
+from zero2all.common.progress import scaled
 
 if TYPE_CHECKING:
     from zero2all.common.schema import Problem
@@ -29,8 +33,6 @@ def _time(text: str) -> float:
 
 
 def _share(text: str) -> float:
-    from zero2all.common.progress import scaled
-
     value = scaled(text.removesuffix("%"), {"": 0.01 if text.endswith("%") else 1.0})
     if not 0 < value <= 1:
         raise ValueError(text)
@@ -49,8 +51,6 @@ def _gpu(text: str) -> Any:
 
 def _one_of(where: str, names: str) -> Callable[[str], str]:
     def read(text: str) -> str:
-        from importlib import import_module
-
         known = getattr(import_module(where), names)
         if text not in known:
             raise LookupError(f"one of {', '.join(known)}")
@@ -253,9 +253,6 @@ def _model(arguments: argparse.Namespace, values: dict[str, Any], problems: list
 
 
 def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Counted | None:
-    from dataclasses import replace
-
-    from zero2all.common.errors import UsageError
     from zero2all.config import ConfigError
     from zero2all.estimate.memory import checkpoint_bytes
     from zero2all.estimate.parameters import counted
@@ -281,7 +278,6 @@ def _configured(arguments: argparse.Namespace, problems: list[Problem]) -> Count
 
 def show(answer: CalculatorAnswer) -> None:
     """Print an answer."""
-
     print_table(answer.rows(), answer.title)
     for line in (answer.convention, *answer.notes):
         print(t(line))

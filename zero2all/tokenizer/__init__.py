@@ -13,8 +13,7 @@ trains is imported when it is first named: every command that reads a config imp
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zero2all.tokenizer.config import TokenizerConfig
-from zero2all.tokenizer.specials import CONTROL_TOKENS, SpecialsConfig
+from zero2all.tokenizer.config import CONTROL_TOKENS, SpecialsConfig, TokenizerConfig
 
 if TYPE_CHECKING:
     from zero2all.tokenizer.load import Tokenizer, load_tokenizer

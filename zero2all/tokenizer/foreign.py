@@ -15,7 +15,7 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
-from zero2all.tokenizer.config import PATTERNS, PRETOKEN_PATTERN
+from zero2all.tokenizer.config import BYTE_COUNT, PATTERNS, PRETOKEN_PATTERN, byte_alphabet
 from zero2all.tokenizer.hf_bbpe import pattern_of
 from zero2all.tokenizer.save import NORMALIZERS, assembled_json, bpe_model
 from zero2all.tokenizer.sentencepiece_model import (
@@ -24,7 +24,6 @@ from zero2all.tokenizer.sentencepiece_model import (
     sentencepiece_config,
     sentencepiece_json,
 )
-from zero2all.tokenizer.specials import BYTE_COUNT, byte_alphabet
 
 LARGEST_FILE = 200_000_000
 """Bytes. Tokenizers have a few megabytes; this is a model given by mistake."""

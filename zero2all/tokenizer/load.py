@@ -20,9 +20,9 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import MANIFEST_NAME, as_written, read_json_object
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import read_manifest
+from zero2all.tokenizer.config import byte_alphabet
 from zero2all.tokenizer.foreign import ForeignTokenizer, find_foreign, read_foreign
 from zero2all.tokenizer.save import tokenizer_fingerprint
-from zero2all.tokenizer.specials import byte_alphabet
 from zero2all.tokenizer.text import well_formed
 
 if TYPE_CHECKING:

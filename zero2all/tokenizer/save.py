@@ -18,8 +18,7 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import package_text, staged_folder, write_atomic, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
-from zero2all.tokenizer.config import PRETOKEN_PATTERN
-from zero2all.tokenizer.specials import SpecialsConfig, byte_alphabet
+from zero2all.tokenizer.config import PRETOKEN_PATTERN, SpecialsConfig, byte_alphabet
 
 NO_LENGTH_LIMIT = int(1e30)
 """What transformers writes as `model_max_length` when the tokenizer itself sets no limit."""

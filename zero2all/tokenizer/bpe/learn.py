@@ -53,9 +53,8 @@ from zero2all.tokenizer.bpe.fragments import CharacterCode, Fragments, FragmentW
 from zero2all.tokenizer.bpe.merging import Alphabet, Merged, MergeLoop
 from zero2all.tokenizer.bpe.scan import pretokens
 from zero2all.tokenizer.bpe.words import FIRST_SYMBOL, Words, rarest_that_fit, symbol_order, words_of
-from zero2all.tokenizer.config import Normalisation
+from zero2all.tokenizer.config import BYTE_COUNT, Normalisation
 from zero2all.tokenizer.parts import TextPart
-from zero2all.tokenizer.specials import BYTE_COUNT
 from zero2all.tokenizer.text import TooFewPiecesError, require_text, text_facts
 
 COUNTING_RULES = 1

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zero2all.tokenizer.config import PRETOKEN_PATTERN
-from zero2all.tokenizer.specials import byte_alphabet
+from zero2all.tokenizer.config import PRETOKEN_PATTERN, byte_alphabet
 
 CODE_POINTS = 0x110000
 LARGEST_ID = (1 << 28) - 1
