@@ -49,16 +49,12 @@ def tokenizer_fingerprint(
 
 
 def tokenizer_json_of(
-    pieces: Sequence[bytes],
-    merges: Sequence[tuple[int, int]],
-    control: Sequence[str],
-    normalisation: str = "none",
-    pattern: str = PRETOKEN_PATTERN,
+    pieces: Sequence[bytes], merges: Sequence[tuple[int, int]], control: Sequence[str], normalisation: str = "none"
 ) -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE: control tokens first, then `pieces` in order; merges name places in it."""
     visible = {byte: character for character, byte in byte_alphabet().items()}
     names = ["".join(visible[byte] for byte in piece) for piece in pieces]
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": PRETOKEN_PATTERN}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return assembled_json(
         NORMALIZERS[normalisation],

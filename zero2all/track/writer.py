@@ -93,12 +93,11 @@ class MetricsWriter:
         self,
         folder: Path,
         writer: str = "train",
-        attempt: int | None = None,
         queue_rows: int = 10_000,
         resumed_from: int | None = None,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Create the file of this attempt in `<folder>/metrics`; None takes the next free number.
+        """Create the file of this attempt in `<folder>/metrics`, under the next free number.
 
         `resumed_from` is the step of the checkpoint that a resumed run continues: what earlier attempts wrote after it
         is no longer part of the curve. An unwritable folder is remembered in `problems` and tried again. `may_write` is
@@ -110,7 +109,7 @@ class MetricsWriter:
             raise ValueError(f"queue_rows={queue_rows}: the queue must hold at least one row.")
         self.folder = Path(folder)
         self.writer = writer
-        self.attempt = attempt
+        self.attempt: int | None = None
         self.resumed_from = resumed_from
         self.dropped_rows = 0  # rows that will never be in the file
         self.problems: dict[str, int] = {}  # what went wrong so far, and how often. Empty in a healthy run.

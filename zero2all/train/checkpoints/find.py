@@ -88,11 +88,9 @@ def find_newest(
     return None
 
 
-def newest_checkpoint(
-    run: Path, set_aside: bool = False, say: Say = say_aloud, opened: Open = open_together
-) -> Checkpoint | None:
+def newest_checkpoint(run: Path, set_aside: bool = False, opened: Open = open_together) -> Checkpoint | None:
     """`find_newest` for one process: tools that read a run."""
-    return find_newest(run, Peers(), no_fence if set_aside else None, say, opened)
+    return find_newest(run, Peers(), no_fence if set_aside else None, opened=opened)
 
 
 def move_damaged(folder: Path, reason: str, fence: Fence | None, say: Say) -> None:

@@ -25,7 +25,7 @@ from zero2all.common import jsonio
 from zero2all.common.errors import BadInputError
 from zero2all.common.fault import fault_point
 from zero2all.common.files import PARTIAL_MARK, fsync_folder, write_atomic
-from zero2all.common.lock import HEARTBEAT_SECONDS, STALE_SECONDS, Holder, Lock, TakenError, hold, is_dead, read_holder
+from zero2all.common.lock import Holder, Lock, TakenError, hold, is_dead, read_holder
 from zero2all.train.checkpoints.layout import (
     DAMAGED,
     FOLDER_NAME,
@@ -239,31 +239,29 @@ def _move(folder: Path, place: Path, reason: str) -> Path:
 
 
 @contextmanager
-def claim_step(
-    run: Path, step: int, stale_seconds: float = STALE_SECONDS, heartbeat_seconds: float = HEARTBEAT_SECONDS
-) -> Iterator[Lock | None]:
+def claim_step(run: Path, step: int) -> Iterator[Lock | None]:
     """Hold the claim on the checkpoint of a step; None when another process holds it."""
     path = checkpoints_folder(run) / CLAIMS_FOLDER / f"{checkpoint_folder(run, step).name}.json"
     path.parent.mkdir(exist_ok=True)
 
     def judge(holder: Holder, has_flock: bool) -> None:
-        if not is_dead(path, holder, has_flock, stale_seconds):
+        if not is_dead(path, holder, has_flock):
             raise TakenError(holder)
 
     with ExitStack() as stack:
         try:
-            claim: Lock | None = stack.enter_context(hold(path, judge, heartbeat_seconds))
+            claim: Lock | None = stack.enter_context(hold(path, judge))
         except TakenError:
             claim = None
         yield claim
 
 
-def claimed_steps(run: Path, stale_seconds: float = STALE_SECONDS) -> set[int]:
+def claimed_steps(run: Path) -> set[int]:
     """The steps whose checkpoints are being read."""
     found = set()
     for path in (checkpoints_folder(run) / CLAIMS_FOLDER).glob("*.json"):
         try:
-            if FOLDER_NAME.fullmatch(path.stem) and not is_dead(path, read_holder(path), stale_seconds=stale_seconds):
+            if FOLDER_NAME.fullmatch(path.stem) and not is_dead(path, read_holder(path)):
                 found.add(step_of(path.with_suffix("")))
         except FileNotFoundError:  # released in between
             continue
