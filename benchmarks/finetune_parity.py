@@ -30,9 +30,8 @@ from zero2all.common.progress import say, show_log
 from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.config.finetune import DpoConfig, GrpoConfig
 from zero2all.finetune.dialogues import PAIR_KEYS
-from zero2all.finetune.grpo import PolicyGradient
+from zero2all.finetune.grpo import Drawn, PolicyGradient, advantages_of, rollout_rows
 from zero2all.finetune.preference import Preference, answers_of
-from zero2all.finetune.rollout_rows import Drawn, advantages_of, rollout_rows
 from zero2all.finetune.rollouts import Answer
 from zero2all.model.config import ModelConfig
 from zero2all.model.hf import read_hf_folder, to_hf_tensors, write_hf_folder

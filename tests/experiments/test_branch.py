@@ -6,7 +6,7 @@ import torch
 from zero2all.common.errors import BadInputError
 from zero2all.config import load_config
 from zero2all.config.rules import with_value
-from zero2all.experiments.branch import Branch, begin_branch
+from zero2all.experiments.study import Branch, begin_branch
 from zero2all.infer.load import load_run
 from zero2all.train.anneal import request_anneal
 from zero2all.train.run import train

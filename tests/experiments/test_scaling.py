@@ -11,9 +11,9 @@ from zero2all.common.files import write_json
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config.training import AnnealConfig
 from zero2all.estimate.run_calculators import LAWS
-from zero2all.experiments.branch import BRANCH_FILE
 from zero2all.experiments.law import worth
 from zero2all.experiments.scaling import read_points
+from zero2all.experiments.study import BRANCH_FILE
 from zero2all.model.config import parameter_counts
 from zero2all.packed.shard_format import open_split
 from zero2all.track import MetricsWriter

@@ -13,8 +13,8 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.config import ConfigError
 from zero2all.config.finetune import PROMPTS
 from zero2all.finetune.data import DataOptions, pack_conversations
+from zero2all.finetune.grpo import advantages_of
 from zero2all.finetune.rl import RlOptions, digits_of, is_held_out, prepare_rl, sums
-from zero2all.finetune.rollout_rows import advantages_of
 from zero2all.finetune.rollouts import Answer
 from zero2all.infer.job import ChosenToken, Job, Request
 from zero2all.infer.load import load_run

@@ -156,8 +156,7 @@ def _try(arguments: argparse.Namespace) -> None:
 def _anneal(arguments: argparse.Namespace) -> None:
     from zero2all.config import load_config
     from zero2all.config.rules import with_value
-    from zero2all.experiments.branch import Branch
-    from zero2all.experiments.study import open_study, run_tasks, task_of
+    from zero2all.experiments.study import Branch, open_study, run_tasks, task_of
     from zero2all.train.checkpoints.layout import list_checkpoints, require_checkpoint, step_of
     from zero2all.train.run_data import open_data
     from zero2all.train.saved_config import CONFIG_FILE, load_run_config

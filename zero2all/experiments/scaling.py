@@ -15,8 +15,8 @@ from zero2all.common.files import read_json_object, write_atomic
 from zero2all.common.progress import human_count
 from zero2all.common.workspace import Workspace
 from zero2all.config.schedule import steps_with_anneal
-from zero2all.experiments.branch import BRANCH_FILE
 from zero2all.experiments.law import Fit, Point, at, best_for, held_out_check, predicted, table_for_budget
+from zero2all.experiments.study import BRANCH_FILE
 from zero2all.model.config import parameter_counts
 from zero2all.packed.mixture import source_weights
 from zero2all.packed.remote import packed_root

@@ -4,7 +4,7 @@
     WORK/studies/NAME/ledger.jsonl   a line for every task that has ended; tables and pictures are computed from it
     WORK/runs/NAME-007               an ordinary run: exact resume, guards, curves on the board
 
-A task trains a run to its end, or to a step of it, or lets a branch of it decay (`branch`). A study that was killed at
+A task trains a run to its end, or to a step of it, or lets a branch of it decay (`Branch`). A study that was killed at
 any moment ends with the same ledger but for times, because every run ends with the same bits.
 """
 
@@ -20,24 +20,44 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zero2all.common.errors import AnomalyError, PreemptedError, UsageError, is_out_of_memory
-from zero2all.common.files import read_json_object, write_json
+from zero2all.common.files import link_or_copy, read_json_object, staged_folder, write_json
 from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.lock import folder_lock
 from zero2all.common.workspace import FOLDER_NAME_WORDS, Workspace, is_folder_name, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_values
-from zero2all.experiments.branch import Branch, begin_branch
 from zero2all.model.config import parameter_counts
+from zero2all.train.anneal import request_anneal
+from zero2all.train.checkpoints.layout import checkpoint_folder, require_checkpoint
+from zero2all.train.saved_config import load_run_config, save_run_config
 
 PLAN_NAME, LEDGER_NAME, LOG_NAME = "plan.json", "ledger.jsonl", "workers.log"
+BRANCH_FILE = "branch.json"
 DIED_AT_MOST = 2
 """A task whose worker was killed more often has failed."""
 SECONDS_TO_SAVE = 10.0
 """After a worker was killed, for another to save its run; it goes on with the same bits without that, too."""
 
 Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A new run from a checkpoint of another one, whose learning rate falls from there: where it begins, and its decay.
+
+    One run at a constant rate (its trunk) so gives a finished model at several budgets: only the decay of each is
+    trained again. The checkpoint is linked, not copied, and `anneal.json` asks for the decay, as `z2a anneal` does.
+    """
+
+    of: str
+    step: int
+    steps: int
+    shape: Literal["linear", "1-sqrt", "cosine"]
+    to_share: float
+    mixture: dict[str, float] | None = None
+    """Weights of the sources during the decay; None: those of the trunk."""
 
 
 @dataclass(frozen=True)
@@ -234,3 +254,20 @@ def plan_values(plan: Any) -> dict[str, Any]:
 
     values: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
     return values
+
+
+def begin_branch(workspace: Workspace, name: str, branch: Branch) -> None:
+    """Write the run `name`, which the trainer then continues; one that is there stays."""
+    run, trunk = workspace.run(name), workspace.run(branch.of)
+    if run.exists():
+        return
+    require_checkpoint(trunk, branch.step)
+    config = load_run_config(trunk)
+    with staged_folder(run) as partial:
+        save_run_config(replace(config, train=replace(config.train, name=name)), partial)
+        target = checkpoint_folder(partial, branch.step)
+        target.mkdir(parents=True)
+        for file in checkpoint_folder(trunk, branch.step).iterdir():
+            link_or_copy(file, target / file.name)
+        request_anneal(partial, branch.steps, branch.shape, branch.to_share, branch.mixture)
+        write_json(partial / BRANCH_FILE, {"of": branch.of, "from_step": branch.step})

@@ -31,9 +31,8 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, load_config
 from zero2all.config.rules import with_value
 from zero2all.estimate.flops import peak_flops
-from zero2all.experiments.branch import Branch
 from zero2all.experiments.shapes import FIELDS, shape_of
-from zero2all.experiments.study import Result, Study, Task, open_study, plan_values, run_tasks, task_of
+from zero2all.experiments.study import Branch, Result, Study, Task, open_study, plan_values, run_tasks, task_of
 from zero2all.model.config import parameter_counts
 from zero2all.packed.shard_format import PackedSplit
 from zero2all.parallel.device import pick_device
