@@ -66,6 +66,11 @@ class GradientAxes(NamedTuple):
     rest: Axis  # the others: copies of a cut range
 
 
+def _along(*names: str) -> cached_property[Axis]:
+    """An axis of a mesh, or the product of several."""
+    return cached_property(lambda mesh: mesh._axis(*names))
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The axes of a run, seen from one process; by default those of a run of one process."""
@@ -75,55 +80,26 @@ class Mesh:
     groups: Mapping[tuple[str, ...], dist.ProcessGroup] = field(default_factory=dict)
     """By the axes of a product; empty where nothing communicates (plans, tests)."""
 
-    @cached_property
-    def pipeline(self) -> Axis:
-        """Stages."""
-        return self._axis("pipeline")
-
-    @cached_property
-    def replicate(self) -> Axis:
-        """Copies."""
-        return self._axis("replicate")
-
-    @cached_property
-    def shard(self) -> Axis:
-        """Parts of a copy."""
-        return self._axis("shard")
-
-    @cached_property
-    def context(self) -> Axis:
-        """Parts of sequences."""
-        return self._axis("context")
-
-    @cached_property
-    def tensor(self) -> Axis:
-        """Parts of matrices."""
-        return self._axis("tensor")
-
-    @cached_property
-    def expert(self) -> Axis:
-        """Parts of the set of experts."""
-        return self._axis("expert")
-
-    @cached_property
-    def batch(self) -> Axis:
-        """Processes with rows of their own."""
-        return self._axis("replicate", "shard")
-
-    @cached_property
-    def loss(self) -> Axis:
-        """Processes with tokens of their own; tensor and pipeline ranks have the same tokens."""
-        return self._axis("replicate", "shard", "context")
-
-    @cached_property
-    def copies(self) -> Axis:
-        """Processes that hold the same range of a weight that is cut over `shard`."""
-        return self._axis("replicate", "context")
-
-    @cached_property
-    def world(self) -> Axis:
-        """All processes."""
-        return self._axis(*DENSE)
+    pipeline = _along("pipeline")
+    """Stages."""
+    replicate = _along("replicate")
+    """Copies."""
+    shard = _along("shard")
+    """Parts of a copy."""
+    context = _along("context")
+    """Parts of sequences."""
+    tensor = _along("tensor")
+    """Parts of matrices."""
+    expert = _along("expert")
+    """Parts of the set of experts."""
+    batch = _along("replicate", "shard")
+    """Processes with rows of their own."""
+    loss = _along("replicate", "shard", "context")
+    """Processes with tokens of their own; tensor and pipeline ranks have the same tokens."""
+    copies = _along("replicate", "context")
+    """Processes that hold the same range of a weight that is cut over `shard`."""
+    world = _along(*DENSE)
+    """All processes."""
 
     def holders_of_matrix(self, is_sharded: bool) -> Axis:
         """Processes that hold the parts of one dense matrix; `is_sharded`: the shard axis cuts it too (ZeRO-3)."""
