@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zero2all.cli.terminal import print_table
-from zero2all.cli.verb import group, verb, workspace_of, write_json_result
+from zero2all.cli.verb import group, print_json, verb, workspace_of, write_json_result
 from zero2all.common.errors import UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, human_count, human_seconds, progress, say, scaled, tell
@@ -42,7 +42,6 @@ group("""
     z2a scaling fit 'ladder-*' --flops 1e19 --out law.png --work my-workspace
     """)
 def _fit(arguments: argparse.Namespace) -> None:
-    from zero2all.common.jsonio import dumps_pretty
     from zero2all.experiments.law import fit, flops_for_tokens
     from zero2all.experiments.scaling import draw, read_points, tables
 
@@ -56,7 +55,7 @@ def _fit(arguments: argparse.Namespace) -> None:
         draw(found, arguments.out, budgets, unique)
     rows = tables(found, budgets, unique)
     if arguments.json:
-        print(dumps_pretty({**rows, "left_out": left_out}).decode(), end="")
+        print_json({**rows, "left_out": left_out})
         return
     tell("loss = E + A / N^alpha + B / D^beta; N: parameters in matrix products, D: tokens; [10 %, 90 %]")
     for table in rows.values():

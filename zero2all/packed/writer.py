@@ -14,7 +14,7 @@ import itertools
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -403,7 +403,7 @@ class _SplitWriter:
             "max_id": max((facts["max_id"] for facts in self._facts.values()), default=0),
             "loss_mask": self._masked,
             "gids": True,
-            "encoder": self._encoder.choice.as_json(),
+            "encoder": asdict(self._encoder.choice),
         }
         write_manifest(out, "packed", plan.inputs, content, self._files)
         fsync_folder(out)

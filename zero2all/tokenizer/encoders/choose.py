@@ -9,11 +9,9 @@ The comparison of an encoder with the reference, on real text and on strings mad
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -49,10 +47,6 @@ class EncoderChoice:
     reason: str
     parity: Parity | None
     """None where the reference itself encodes."""
-
-    def as_json(self) -> dict[str, Any]:
-        """For the manifest."""
-        return dataclasses.asdict(self)
 
 
 class Encoder:
