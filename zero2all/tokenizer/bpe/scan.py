@@ -102,7 +102,7 @@ CODE_POINTS = 0x110000
 def character_kinds() -> np.ndarray:
     """The kind of every code point, as bytes."""
     kinds = np.full(CODE_POINTS, OTHER, np.uint8)
-    # Ranges as hexadecimal numbers, "gap.length" or, for a single code point, "gap"; the gap counts from the last range.
+    # Ranges as hexadecimal numbers, "gap.length", or "gap" for a single code point; the gap counts from the last range.
     tables = package_text(__package__, "character_ranges.txt").split("\n\n")
     for kind, ranges in zip((LETTER, NUMBER, SPACE), tables, strict=True):
         place = 0
