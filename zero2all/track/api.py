@@ -13,6 +13,7 @@ prints an address with a random token in it, which is the only way in.
 
 import asyncio
 import contextlib
+import errno
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -129,7 +130,11 @@ class _BoardApi:
             empty = translate("no studies yet: z2a sweep, z2a mixture try and z2a speedrun make them")
             page = html_page("z2a", "", [f"<ul>{''.join(links)}</ul>" if pages else f"<p>{escape(empty)}</p>"]).encode()
         elif name in pages:
-            page = read_regular(pages[name], MAX_REPORT_BYTES)
+            try:
+                page = read_regular(pages[name], MAX_REPORT_BYTES)
+            except OSError as error:  # it is too large, or was deleted meanwhile
+                code = 413 if error.errno == errno.EOVERFLOW else 404
+                raise HTTPException(code, f"{pages[name]} is not shown: {error.strerror}. Open the file.") from None
         else:
             raise HTTPException(404, f"There is no study {name[:200]!r}.")
         return Response(page, headers={"Content-Security-Policy": POLICY}, media_type=CONTENT_TYPES[".html"])

@@ -310,6 +310,10 @@ def test_reports_of_studies_are_listed_and_shown_by_name_without_scripts(tmp_pat
         assert "script-src" not in shown.headers["content-security-policy"]
         for name in ("../../etc/passwd", str(report), ""):
             assert client.get("/studies", params={"name": name}).status_code == 404
+        with open(report, "ab") as file:
+            file.truncate(5_000_001)
+        refused = client.get(f"/{address}")
+        assert (refused.status_code, "5,000,001 bytes; the limit is 5,000,000" in refused.text) == (413, True)
         report.unlink()
         report.symlink_to("/etc/passwd")  # in a workspace of somebody else
         assert client.get(f"/{address}").status_code == 404
