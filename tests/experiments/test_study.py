@@ -41,6 +41,17 @@ def test_a_line_that_was_cut_off_is_a_task_that_has_not_ended(work):
         assert study.results["s-000@5"]["loss"] == 2.0
 
 
+def test_an_error_in_the_first_trial_leaves_the_name_free_for_another_plan(sweep_of, work):
+    with pytest.raises(UsageError, match="cuda_graph"):
+        sweep_of("optim.lr_max=0.01,0.02", overrides=("--train.cuda_graph=on",)).run(lambda *_: None)
+    assert not list(work.runs.glob("s-*"))
+    with open_study(work, "s", PLAN) as study:
+        study.record(Task("s-000", {}, 1), {"loss": 1.0})
+    with pytest.raises(UsageError, match="of the second trial"), open_study(work, "s", PLAN):
+        raise UsageError("of the second trial")
+    assert (study.folder / "plan.json").is_file(), "what was trained stays, and so does its plan"
+
+
 def test_a_trial_that_diverges_or_needs_too_much_memory_fails_alone(sweep_of):
     sweep = sweep_of("optim.lr_max=0.01,1e30", "model.hidden_size=32,4194304")
     ended: list[str] = []

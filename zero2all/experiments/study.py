@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from zero2all.common.errors import AnomalyError, PreemptedError, UsageError, is_out_of_memory
+from zero2all.common.errors import AnomalyError, PreemptedError, UsageError, UserError, is_out_of_memory
 from zero2all.common.files import link_or_copy, read_json_object, staged_folder, write_json
 from zero2all.common.jsonio import append_line, whole_lines
 from zero2all.common.lock import folder_lock
@@ -30,7 +30,7 @@ from zero2all.common.workspace import FOLDER_NAME_WORDS, Workspace, is_folder_na
 from zero2all.config import RunConfig, config_from_values, config_values
 from zero2all.model.config import parameter_counts
 from zero2all.train.anneal import request_anneal
-from zero2all.train.checkpoints.layout import checkpoint_folder, require_checkpoint
+from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoints, require_checkpoint
 from zero2all.train.saved_config import load_run_config, save_run_config
 
 PLAN_NAME, LEDGER_NAME, LOG_NAME = "plan.json", "ledger.jsonl", "workers.log"
@@ -108,14 +108,15 @@ class Study:
 
 @contextmanager
 def open_study(workspace: Workspace, name: str, plan: Mapping[str, Any]) -> Iterator[Study]:
-    """Begin a study, or continue the one with this plan. Two processes cannot work at one study."""
+    """Begin a study, or continue the one with this plan. Two processes cannot work at one study. An error of the
+    person's in the first task leaves no plan behind: the next one may be another."""
     if not is_folder_name(name):
         raise UsageError(f"--name: got {name!r}, expected {FOLDER_NAME_WORDS}.")
     study = Study(workspace, name)
     path = study.folder / PLAN_NAME
     study.folder.mkdir(parents=True, exist_ok=True)
     with folder_lock(study.folder, f"{study.folder} is being worked on by another process. Wait for it, or end it."):
-        if path.is_file():
+        if is_begun := path.is_file():
             before = read_json_object(path)
             changed = [key for key in {**before, **plan} if before.get(key) != plan.get(key)]
             if changed:
@@ -129,7 +130,15 @@ def open_study(workspace: Workspace, name: str, plan: Mapping[str, Any]) -> Iter
                 raise UsageError(f"The workspace already has runs named {taken[0]} and so on. Choose another --name.")
             write_json(path, dict(plan))
         study.results = {line["task"]: line for line in whole_lines(study.folder / LEDGER_NAME) if "task" in line}
-        yield study
+        try:
+            yield study
+        except UserError:
+            if not is_begun and not study.results:  # the plan may be what was wrong, and nothing was trained by it
+                for run in workspace.runs.glob(f"{name}-*"):
+                    if not list_checkpoints(run):
+                        shutil.rmtree(run)
+                path.unlink()
+            raise
 
 
 def run_tasks(study: Study, tasks: list[Task], then: Callable[[Task, Result], list[Task]], at_once: int) -> None:
