@@ -15,7 +15,7 @@ from zero2all.estimate.kernel_groups import GROUPS
 from zero2all.measure.child import with_status
 from zero2all.measure.clock import gpu_medians
 from zero2all.measure.profile import Profile, as_json, default_batch, profile_config, tables_of
-from zero2all.measure.short_run import measure_steps
+from zero2all.measure.short_run import ReadyRun, measure_steps
 from zero2all.predict.batch import BatchShape, check_batch, load_measured_config, parse_batch
 
 CPU = torch.device("cpu")
@@ -52,6 +52,13 @@ def test_a_measurement_has_every_figure_and_a_loss_near_that_of_a_guess(tiny):
     assert found["parts"]["GEMM"] > 0
     assert found["parts"]["loss"] > 0
     assert found["parts"]["optimizer"] > 0
+
+
+def test_late_steps_are_three_however_long_they_were_asked_to_last(tiny, monkeypatch):
+    made, steps = [], ReadyRun._step
+    monkeypatch.setattr(ReadyRun, "_step", lambda run: made.append(run) or steps(run))
+    found = measure_steps(tiny, BATCH, 60.0, warm_up_seconds=60.0, most_seconds=0.0)
+    assert (len(made), found["steps"]) == (3, 2)
 
 
 def test_what_cannot_run_or_does_not_fit_is_a_result_with_the_reason(tiny):

@@ -39,7 +39,7 @@ from zero2all.train.train_step import StepPlan, train_step
 
 FIRST_STEPS = 3  # kernels are compiled, states allocated, passes captured
 WARM_UP_SECONDS = 1.5
-LEAST_STEPS, MOST_STEPS = 3, 200
+LEAST_STEPS, LATE_STEPS, MOST_STEPS = 3, 2, 200
 RATE = 1e-5
 DRAWN = 1 << 22
 
@@ -56,8 +56,11 @@ def measure_steps(
     seconds: float,
     anatomy: bool = False,
     warm_up_seconds: float = WARM_UP_SECONDS,
+    most_seconds: float = math.inf,
 ) -> dict[str, Any]:
-    """Time, memory and, if asked, the anatomy of steps in this process."""
+    """Time, memory and, if asked, the anatomy of steps in this process. After `most_seconds` no further step begins,
+    except that two are timed after the first."""
+    until = time.perf_counter() + most_seconds
     set_cpu_threads(config.parallel.cpu_threads, None)
     device = pick_device(config.parallel.device)
     live = LiveBytes() if device.type == "cpu" else None
@@ -66,14 +69,14 @@ def measure_steps(
         started = time.perf_counter()
         run.steps(1)  # the second, with the states of the optimizer, has the peak
         first = time.perf_counter() - started
-        if live is not None:
+        if live is not None and time.perf_counter() < until:
             run.steps(1)
     with scheduled_garbage_collection():
-        run.warm_up(warm_up_seconds)
+        run.warm_up(warm_up_seconds, until)
         if device.type == "cuda" and not run.is_captured:  # a captured pass allocates only when it is captured
             torch.cuda.reset_peak_memory_stats(device)
         with watched_gpu(device) as gpu:
-            found = run.timed_steps(seconds)
+            found = run.timed_steps(seconds, until)
     peak = _memory(device) if live is None else {"peak_bytes": float(live.peak)}
     parts = _groups(run) if anatomy else {}
     run.state.weights.wait()
@@ -123,15 +126,15 @@ class ReadyRun:
             ended = pending.result()
             self.loss, self.parts = ended.loss, ended.seconds
 
-    def warm_up(self, seconds: float) -> None:
-        """Run until kernels are compiled, passes captured and clocks settled."""
+    def warm_up(self, seconds: float, until: float = math.inf) -> None:
+        """Run until kernels are compiled, passes captured and clocks settled, or until a time (`perf_counter`)."""
         started, steps = time.perf_counter(), 0
-        while steps < FIRST_STEPS or time.perf_counter() - started < seconds:
+        while (now := time.perf_counter()) < until and (steps < FIRST_STEPS or now - started < seconds):
             self.steps(1)
             steps += 1
 
-    def timed_steps(self, seconds: float) -> list[float]:
-        """Seconds of each of the next steps, for about this long."""
+    def timed_steps(self, seconds: float, until: float = math.inf) -> list[float]:
+        """Seconds of each of the next steps, for about this long; of two at least, where it is late."""
         marks, pending, started = [mark_now(self.world.device)], None, time.perf_counter()
         while len(marks) <= MOST_STEPS:
             following = self._step()
@@ -139,7 +142,8 @@ class ReadyRun:
             if pending is not None:
                 self.loss = pending.result().loss
             pending = following
-            if len(marks) > LEAST_STEPS and time.perf_counter() - started >= seconds:
+            now = time.perf_counter()
+            if (len(marks) > LEAST_STEPS and now - started >= seconds) or (len(marks) > LATE_STEPS and now >= until):
                 break
         assert pending is not None
         self.loss = pending.result().loss
