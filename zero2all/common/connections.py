@@ -17,8 +17,6 @@ gives up one of them, at random, for a new one, so that idle or hostile ones nei
 out. Whatever goes wrong in one connection ends that connection only.
 """
 
-from __future__ import annotations
-
 import errno
 import hmac
 import json
@@ -31,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from zero2all.common.progress import say
 from zero2all.common.secret import SHARE_ONE
@@ -93,7 +91,7 @@ class Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:

@@ -5,6 +5,7 @@ in one sentence instead of failing somewhere inside a stage.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from zero2all import __version__
@@ -37,36 +38,27 @@ def is_folder_name(name: str) -> bool:
     return is_plain and PARTIAL_MARK not in name and 0 < len(name.encode("utf-8", "surrogatepass")) <= LONGEST_NAME
 
 
+def _folder(name: str) -> cached_property[Path]:
+    """A folder of a workspace."""
+    return cached_property(lambda workspace: workspace.root / name)
+
+
 @dataclass(frozen=True)
 class Workspace:
     """Where things are inside a workspace folder. Create one with `open_workspace`."""
 
     root: Path
 
-    @property
-    def raw(self) -> Path:
-        """Raw input files the quickstart makes for itself."""
-        return self.root / "raw"
-
-    @property
-    def corpus(self) -> Path:
-        """`<source>/{train,valid}/part-*.jsonl`, `sources.json`, `report.json`."""
-        return self.root / "corpus"
-
-    @property
-    def tokenizer(self) -> Path:
-        """A folder that `AutoTokenizer.from_pretrained` loads."""
-        return self.root / "tokenizer"
-
-    @property
-    def packed(self) -> Path:
-        """`<source>/{train,valid}/` token shards and document index."""
-        return self.root / "packed"
-
-    @property
-    def runs(self) -> Path:
-        """One folder per training run."""
-        return self.root / "runs"
+    raw = _folder("raw")
+    """Raw input files the quickstart makes for itself."""
+    corpus = _folder("corpus")
+    """`<source>/{train,valid}/part-*.jsonl`, `sources.json`, `report.json`."""
+    tokenizer = _folder("tokenizer")
+    """A folder that `AutoTokenizer.from_pretrained` loads."""
+    packed = _folder("packed")
+    """`<source>/{train,valid}/` token shards and document index."""
+    runs = _folder("runs")
+    """One folder per training run."""
 
     def run(self, name: str) -> Path:
         """The folder of one run."""

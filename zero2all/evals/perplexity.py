@@ -9,8 +9,6 @@ its UTF-8 text. Windows do not overlap, or, with a stride, each begins `stride` 
 new in it is scored. The baseline is what gzip -9 needs for the same text.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections import Counter, defaultdict
@@ -18,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.progress import progress
@@ -87,7 +85,7 @@ class TextScore:
             self.position_nats[bucket] -= logprob
             self.position_tokens[bucket] += 1
 
-    def add(self, other: TextScore) -> None:
+    def add(self, other: Self) -> None:
         """Add another text."""
         for name in ("nats", "tokens", "documents", "bytes", "gzip_bytes", "unknown_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

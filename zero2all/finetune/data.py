@@ -15,8 +15,6 @@ Pair i is documents 2 i (chosen) and 2 i + 1 (rejected), which stand in one row;
 Of prompts nothing counts; line i of `records.<split>.jsonl` is what rewards know of prompt i.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -25,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, takewhile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 
@@ -262,7 +260,7 @@ class _Writers:
         self._seen: set[bytes] = set()
         self._waiting: list[tuple[str, str, str, dialogues.Sample, list[list[ChatPart]]]] = []
 
-    def __enter__(self) -> _Writers:
+    def __enter__(self) -> Self:
         for split in SPLITS:
             (self._work / split).mkdir()
             for name in (TOKENS, LENGTHS, COUNTS, RECORDS):
