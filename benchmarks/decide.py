@@ -403,8 +403,7 @@ def equal_time(arguments: argparse.Namespace) -> None:
     from zero2all.common.workspace import open_workspace
     from zero2all.parallel.device import pick_device
     from zero2all.quickstart.choose import LAWS, PRESETS, choices
-    from zero2all.quickstart.deadline import Deadline
-    from zero2all.quickstart.speedrun import Budget, Speedrun
+    from zero2all.quickstart.speedrun import Budget, Deadline, Speedrun
     from zero2all.train.run import train
 
     workspace = open_workspace(arguments.work)

@@ -5,8 +5,16 @@ from collections import Counter
 
 import pytest
 
-from zero2all.quickstart.chat import ChatScore, answers_right, completed_facts, outside_questions, write_conversations
-from zero2all.quickstart.full import PAIRS, preferences, sum_prompts
+from zero2all.quickstart.chat import (
+    PAIRS,
+    ChatScore,
+    answers_right,
+    completed_facts,
+    outside_questions,
+    preferences,
+    sum_prompts,
+    write_conversations,
+)
 from zero2all.quickstart.world.conversations import ChatQuestion, chat_questions, conversations, refusal
 from zero2all.quickstart.world.language import LANGUAGES
 from zero2all.quickstart.world.questions import UNREAD_PEOPLE

@@ -24,9 +24,8 @@ from zero2all.quickstart.choose import (
     settings_of,
     vocabulary,
 )
-from zero2all.quickstart.deadline import Deadline
 from zero2all.quickstart.own_text import cutting
-from zero2all.quickstart.speedrun import Budget, Speedrun, chat_files
+from zero2all.quickstart.speedrun import Budget, Deadline, Speedrun, chat_files
 from zero2all.train.anneal import read_anneal
 
 LAPTOP, CARD = Speed(0.0, 35e-6, 110e9), Speed(0.0045, 0.0, 400e12)
@@ -118,7 +117,7 @@ def test_the_vocabulary_stays_when_the_pilot_corrects_the_speed(tmp_path: Path) 
 
 def test_a_speed_in_which_noise_hides_the_products_is_not_absurd(monkeypatch) -> None:
     monkeypatch.setattr("zero2all.quickstart.choose.measured_step", lambda config, *_: 100 / config.model.hidden_size)
-    assert measured_speed(SMALL, "cpu").flops < 2e12
+    assert measured_speed(SMALL, "cpu", 60.0).flops < 2e12
 
 
 def test_the_batch_of_a_preset_grows_with_the_tokens_in_whole_rows() -> None:
@@ -166,6 +165,26 @@ def test_the_decay_gets_the_end_that_the_pace_asks_for(
     else:
         assert step == pytest.approx(100 * pace, abs=2), "it ends when the time is over"
         assert step == pytest.approx(end, abs=12)
+
+
+def test_a_run_that_begins_after_its_end_stops_at_the_next_look(tmp_path: Path, monkeypatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    deadline = Deadline(tmp_path, load_config("quickstart", ["--train.steps=100"]), ends_at=90.0, most_steps=100)
+    for step in (1, 2):  # the first step has taken until now
+        deadline(step)
+        clock[0] += 1
+    assert read_anneal(tmp_path, 2).steps == 1
+
+
+def test_conversations_get_the_time_that_is_left_and_their_loading_is_kept_back(tmp_path: Path) -> None:
+    run, alone = speedrun(tmp_path, 600), speedrun(tmp_path, 600)
+    run.chats = [tmp_path / "chat.jsonl"]
+    run.keep(loading=7.0)
+    assert run.reserve == alone.reserve + 14
+    after = 600 - run.reserve - run.left(100) - 100  # of the time, when the run has ended: a tenth of it
+    assert run.chat_seconds(600 - after) == pytest.approx(after - 0.02 * 600)
+    assert run.chat_seconds(700) == 0
 
 
 def test_parameters_of_shapes_grow_by_small_factors() -> None:

@@ -19,7 +19,7 @@ from zero2all.config import load_config
 from zero2all.infer.chat import choose
 from zero2all.infer.load import load_run
 from zero2all.quickstart.own_text import look_at
-from zero2all.quickstart.pipeline import QuickstartRun, WorldSize, clear_workspace, run_quickstart
+from zero2all.quickstart.pipeline import QuickstartRun, WorldSize, _Timer, clear_workspace, run_quickstart
 from zero2all.quickstart.speedrun import Budget, Speedrun
 from zero2all.quickstart.summary import next_commands, outlook
 from zero2all.track.reader import read_run
@@ -208,11 +208,21 @@ def own(warm: WarmProcess, novel: Path, tmp_path_factory: pytest.TempPathFactory
     return ended_well(warm, Z2A, ["quickstart", "--data", str(novel), "--work", str(work), "--train.steps", "15"], work)
 
 
+def test_what_a_command_took_before_its_first_stage_counts_at_each_start(tmp_path: Path) -> None:
+    for before, spent in ((12.0, 12), (5.0, 17)):
+        journey = QuickstartRun(open_workspace(tmp_path, create=True), load_config("quickstart"))
+        timer = _Timer(journey)
+        with timer.stage("start", before) as done:
+            done("loaded")
+        assert spent <= timer.spent < spent + 5
+        assert (journey.stages[0].seconds, journey.stages[0].done_before) == (pytest.approx(spent, abs=5), False)
+
+
 def test_twenty_kilobytes_of_text_become_a_model_and_it_is_said_what_was_chosen(own: tuple[Path, str]) -> None:
     work, output = own
     looked = ("3 files, 2", "Everything takes 5m00s", "left out: cover.jpg (binary)")  # how much, and how long it takes
     kept = ("code   0 of 1 documents kept",)
-    chosen = ("GFLOP/s in products", "15 steps of", "expected held-out loss", "gzip -9")
+    chosen = ("GFLOP/s in matrix products", "15 steps of", "expected on held-out text: ", "gzip -9")
     ends = (f"z2a generate quickstart --work {work} --prompt", f"In {work}: summary.md")
     assert [words for words in (*looked, *kept, *chosen, *ends) if words not in output] == []
     config, report = load_config(work / "runs/quickstart/config.yaml"), read_json(work / "corpus/report.json")

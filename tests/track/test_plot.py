@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tests.track.logged import logged
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.track import MetricsWriter, plot
-from zero2all.track.plot import PlotOptions, plot_run, plot_runs, png_bytes
+from zero2all.track.plot import PlotOptions, plot_runs, png_bytes
 from zero2all.track.reader import RunReader
 
 
@@ -41,7 +41,7 @@ def size_of_png(path: Path) -> tuple[int, int]:
 
 def test_a_realistic_run_becomes_a_readable_png_within_200_kb_and_of_the_metrics_and_size_that_are_asked_for(tmp_path):
     realistic = write_realistic_run(tmp_path / "quickstart-12m")
-    plot_run(realistic, tmp_path / "pictures" / "run.png")
+    plot_runs([realistic], tmp_path / "pictures" / "run.png")
     assert size_of_png(tmp_path / "pictures" / "run.png") == (1610, 1400)
     assert [path.name for path in (tmp_path / "pictures").iterdir()] == ["run.png"], "no leftovers"
     options = PlotOptions(metrics=("lr", "loss"), smoothing=9.0, width_inches=4, height_inches=3, dpi=300)
@@ -58,7 +58,7 @@ def test_a_realistic_run_becomes_a_readable_png_within_200_kb_and_of_the_metrics
     ],
 )
 def test_any_subset_of_metrics_and_a_single_step_are_enough(tmp_path, recwarn, values, height):
-    plot_run(logged(tmp_path / "run $x_{ 中文", values), tmp_path / "run.png")
+    plot_runs([logged(tmp_path / "run $x_{ 中文", values)], tmp_path / "run.png")
     assert size_of_png(tmp_path / "run.png") == (1610, height)
     assert [str(warning.message) for warning in recwarn] == []
 
@@ -72,15 +72,15 @@ def test_a_picture_full_of_noise_gets_fewer_dots_until_it_fits_into_the_size():
 def test_the_callers_matplotlib_is_left_as_it_was(tmp_path):
     with matplotlib.rc_context({"font.size": 33.0, "backend": "svg"}):
         before = matplotlib.rcParams.copy()
-        plot_run(logged(tmp_path, {"loss": 2.0}), tmp_path / "run.png")
+        plot_runs([logged(tmp_path, {"loss": 2.0})], tmp_path / "run.png")
         assert matplotlib.rcParams == before
 
 
 def test_a_run_without_what_is_to_be_drawn_is_a_clear_error_and_leaves_no_picture(tmp_path):
     with pytest.raises(BadInputError, match="no metrics to draw"):
-        plot_run(tmp_path, tmp_path / "run.png")
+        plot_runs([tmp_path], tmp_path / "run.png")
     with pytest.raises(BadInputError, match="something/else"):
-        plot_run(logged(tmp_path, {"something/else": 1.0}), tmp_path / "run.png")
+        plot_runs([logged(tmp_path, {"something/else": 1.0})], tmp_path / "run.png")
     logged(tmp_path / "run", {"loss": 2.5})
     for error, said, name, options in (
         (BadInputError, "has no `flops`", "run.png", PlotOptions(axis="flops")),

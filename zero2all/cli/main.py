@@ -98,7 +98,8 @@ def main(words: list[str] | None = None) -> int:
 def _run(words: list[str] | None) -> tuple[int, str]:
     """The exit code, and what to say about it."""
     try:
-        if words is None and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        is_own_process = words is None
+        if is_own_process and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         words = take_language(sys.argv[1:] if words is None else words)
         if language.language() == "zh" and not can_show_chinese():
@@ -109,6 +110,7 @@ def _run(words: list[str] | None) -> tuple[int, str]:
             print_overview()
             return 0, ""
         arguments = parse(words)
+        arguments.is_own_process = is_own_process
         if "run_argument" in arguments:
             from zero2all.cli.runs import fill_in_run
 

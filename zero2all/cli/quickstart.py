@@ -95,6 +95,7 @@ def _speedrun_with(arguments: argparse.Namespace, seconds: float, name: str) -> 
         raise UsageError("Give your text with --data, or a workspace with packed data with --work.")
 
     from zero2all.parallel.device import pick_device
+    from zero2all.parallel.launch import command_started
     from zero2all.quickstart.choose import PRESETS
     from zero2all.quickstart.pipeline import clear_workspace, run_quickstart
     from zero2all.quickstart.speedrun import Budget
@@ -107,7 +108,8 @@ def _speedrun_with(arguments: argparse.Namespace, seconds: float, name: str) -> 
     asks = not getattr(arguments, "yes", True)
     if asks and not sys.stdin.isatty():
         raise UsageError("There is no terminal to ask on. Add --yes to go on with the plan without asking.")
-    budget = Budget(seconds, getattr(arguments, "price", None), _confirmed if asks else lambda: True)
+    began = command_started() if arguments.is_own_process else None
+    budget = Budget(seconds, getattr(arguments, "price", None), _confirmed if asks else lambda: True, began)
     print_summary(
         run_quickstart(
             config, work, own, accept_changes=arguments.accept_changes, budget=budget, source=source,

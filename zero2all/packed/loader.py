@@ -99,7 +99,7 @@ class LoaderOptions:
 
 @dataclass(frozen=True)
 class Delivery:
-    """How batches get from the readers to a device, see `packed.transfer`."""
+    """How batches get from the readers to a device."""
 
     allocate: Allocate = np.empty
     finish: Callable[[Batch], Batch] = lambda batch: batch

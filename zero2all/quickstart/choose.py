@@ -63,8 +63,10 @@ class Speed:
 
     def in_words(self) -> str:
         """For a person."""
-        beside = f"{self.host * 1e3:.1f} ms of a step" if self.host else f"{self.each * 1e6:.0f} µs of a token"
-        return f"{self.flops / 1e9:,.0f} GFLOP/s in products, {beside} beside them"
+        speed = self.flops / 1e9
+        if self.host:
+            return f"{speed:,.0f} GFLOP/s in matrix products; each step takes {self.host * 1e3:.1f} ms more"
+        return f"{speed:,.0f} GFLOP/s in matrix products; each token takes {self.each * 1e6:.0f} µs more"
 
     def scaled(self, factor: float) -> Speed:
         """A machine that takes so many times as long."""
@@ -166,14 +168,15 @@ def settings_of(config: RunConfig, choice: Choice, device: str) -> dict[str, Any
     return values
 
 
-def measured_speed(config: RunConfig, device: str) -> Speed:
-    """The speed of this machine, from some real steps of two shapes."""
+def measured_speed(config: RunConfig, device: str, most_seconds: float) -> Speed:
+    """The speed of this machine, from some real steps of two shapes, of at least three each; `most_seconds`: after so
+    long no further one of a shape begins."""
     rows = max(4, MICRO_TOKENS[device] // config.data.seq_len)
     tokens, points = rows * config.data.seq_len, []
     batch = dataclasses.replace(config.train, tokens_per_step=tokens, micro_batch_samples=rows)
     for width in (64, 256) if device == "cpu" else (256, 768):
         model = with_width(config.model, width)
-        seconds = measured_step(dataclasses.replace(config, model=model, train=batch))
+        seconds = measured_step(dataclasses.replace(config, model=model, train=batch), most_seconds)
         points.append((tokens * flops_per_token(model, config.data.seq_len)["causal"], seconds))
     (small, fast), (large, slow) = points
     flops = (large - small) / max(slow - fast, 0.1 * slow)  # noise can hide the difference
@@ -181,12 +184,12 @@ def measured_speed(config: RunConfig, device: str) -> Speed:
     return Speed(0.0, beside / tokens, flops) if device == "cpu" else Speed(beside, 0.0, flops)
 
 
-def measured_step(config: RunConfig) -> float:
-    """Seconds of a real step."""
+def measured_step(config: RunConfig, most_seconds: float) -> float:
+    """Seconds of a real step, from three or more."""
     from zero2all.measure.short_run import measure_steps
     from zero2all.predict.batch import BatchShape
 
     rows, at_once = config.train.tokens_per_step // config.data.seq_len, config.train.micro_batch_samples
     assert isinstance(at_once, int), "the number is chosen"
     batch = BatchShape(at_once, config.data.seq_len, rows // at_once)
-    return float(measure_steps(config, batch, 0.5, warm_up_seconds=0.2)["step_seconds"])
+    return float(measure_steps(config, batch, 0.5, warm_up_seconds=0.2, most_seconds=most_seconds)["step_seconds"])

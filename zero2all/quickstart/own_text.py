@@ -1,7 +1,5 @@
 """Your own file or folder in the quickstart: checked before anything starts, and what the corpus made of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,16 +44,22 @@ from zero2all.model.config import parameter_counts
 from zero2all.packed.remote import packed_root
 from zero2all.packed.writer import pack_corpus
 from zero2all.parallel.device import pick_device
-from zero2all.quickstart.chat import ANSWERS_NAME, CONVERSATIONS, ChatScore, completed_facts, judge, teach
+from zero2all.quickstart.chat import ANSWERS_NAME, CONVERSATIONS, ChatScore, completed_facts, judge, teach, tune
 from zero2all.quickstart.choose import PRESETS
-from zero2all.quickstart.deadline import Deadline
-from zero2all.quickstart.full import tune
 from zero2all.quickstart.own_text import OwnText, corpus_in_words, cutting, refuse_other_text, too_little_in_words
 from zero2all.quickstart.raw import CHINESE_NAME, CODE_NAME, ENGLISH_NAME, PAIRS_NAME, PROBES_NAME, write_raw
-from zero2all.quickstart.speedrun import CHAT_SHARE, PLAN_NAME, REPORT_NAME, Budget, Speedrun, chat_files, unique_tokens
+from zero2all.quickstart.speedrun import (
+    PLAN_NAME,
+    REPORT_NAME,
+    Budget,
+    Deadline,
+    Speedrun,
+    chat_files,
+    unique_tokens,
+)
 from zero2all.tokenizer.stage import train_on_corpus
 from zero2all.tokenizer.text import TooFewPiecesError
-from zero2all.track.plot import cjk_fonts, plot_run
+from zero2all.track.plot import cjk_fonts, plot_runs
 from zero2all.track.reader import RunReader
 from zero2all.train.checkpoints.layout import list_checkpoints, step_of
 from zero2all.train.checkpoints.manifest import best_step
@@ -179,7 +185,7 @@ def run_quickstart(
     `own` replaces the small world, which has `size`; settings are then chosen for it and for the time of `budget`,
     beginning with the config `source` (None: the preset for the device), except those that `overrides` set. With a
     budget and without `own`, the packed data that the workspace has is taken.
-    `accept_changes` continues a run although its settings changed. `full` adds the runs of `full`, without `own`.
+    `accept_changes` continues a run although its settings changed. `full` adds two runs (`chat.tune`), without `own`.
     """
     workspace = open_workspace(work, create=True)
     run = QuickstartRun(workspace, config)
@@ -189,6 +195,9 @@ def run_quickstart(
         chats = () if own is None else chat_files(Path(own.source.location))
         run.speedrun = Speedrun(workspace, budget, source or PRESETS[device], overrides, device, chats)
         run.config = config = run.speedrun.config
+        if budget.began is not None:
+            with timer.stage("start", time.time() - budget.began) as done:
+                done("Python and its libraries are loaded")
     if own is not None or not run.own_data:
         refuse_other_text(workspace, config.train.name, _sources(workspace, own))
     if not run.own_data:
@@ -225,7 +234,7 @@ def run_quickstart(
         done(f"{run.parameters / 1e6:.2f} M parameters, {human_bytes(folder_bytes(exported))}")
     with timer.stage("picture") as done:
         picture = workspace.run(config.train.name) / "curves.png"
-        plot_run(workspace.run(config.train.name), picture)
+        plot_runs([workspace.run(config.train.name)], picture)
         is_english = language() == "zh" and not cjk_fonts()
         said = human_bytes(picture.stat().st_size)
         done(f"{said}, in English: no Chinese font is installed" if is_english else said)
@@ -235,7 +244,7 @@ def run_quickstart(
     if not run.own_data:
         with timer.stage("chat") as done:
             _chat(run, loaded, size or WorldSize())
-            facts, refused = (_shares(run.chat["sft"], kind) for kind in ("known_fact", "outside"))
+            facts, refused = (by_language(run.chat["sft"], kind) for kind in ("known_fact", "outside"))
             done(f"facts answered: {facts}; refused what it cannot know: {refused}")
     for method in ("dpo", "rl") if full else ():
         with timer.stage(method) as done:
@@ -243,7 +252,7 @@ def run_quickstart(
             share = min(1.0, (size or WorldSize()).bytes_per_language / WorldSize().bytes_per_language)
             tune(workspace, method, run.chat_name, name, WORLD_SEED, share)
             _ask(run, loaded, method, name)
-            facts, refused, sums = (_shares(run.chat[method], kind) for kind in ("known_fact", "outside", "sum"))
+            facts, refused, sums = (by_language(run.chat[method], kind) for kind in ("known_fact", "outside", "sum"))
             done(f"facts answered: {facts}; refused what it cannot know: {refused}; sums right: {sums}")
     return run
 
@@ -258,10 +267,10 @@ def _chat(run: QuickstartRun, base: LoadedModel, size: WorldSize) -> None:
 
 
 def _own_chat(run: QuickstartRun, speedrun: Speedrun, base: LoadedModel, timer: _Timer) -> str:
-    """Fine-tune on the conversations among a person's files, for its share of the time."""
+    """Fine-tune on the conversations among a person's files, in the time that is left."""
     options = sft.SftOptions(run.chat_name, speedrun.chats, replay=CHAT_REPLAY, step=base.step, replace=True)
     prepared = sft.prepare_sft(base.name, run.workspace, options)
-    ends_at = time.monotonic() + CHAT_SHARE * max(0.0, speedrun.budget.seconds - timer.spent)
+    ends_at = time.monotonic() + speedrun.chat_seconds(timer.spent)
     watch = Deadline(prepared.run, prepared.config, ends_at, prepared.config.train.steps)
     summary = train(prepared.config, run.workspace, say=lambda _: None, brief=True, watch=watch)
     return (
@@ -287,7 +296,8 @@ def _held_out(loaded: LoadedModel, workspace: Workspace, base: LoadedModel | Non
     return held_out_scores(loaded.model, open_valid_splits(packed, valid_sources(packed, config)), config)
 
 
-def _shares(scores: dict[str, ChatScore], kind: str) -> str:
+def by_language(scores: Mapping[str, ChatScore], kind: str) -> str:
+    """The share of right answers of a kind, by language."""
     return ", ".join(f"{language} {score.share(kind):.0%}" for language, score in scores.items())
 
 
@@ -352,7 +362,8 @@ def _train(run: QuickstartRun, timer: _Timer, accept_changes: bool) -> None:
             watch = (lambda _step: None) if run.speedrun is None else run.speedrun.deadline(config, timer.spent)
             summary = train(config, workspace, accept_changes=accept_changes, say=say, brief=True, watch=watch)
         run.watts = gpu.get("watts")
-        run.curve = _held_out_curve(folder)
+        points = RunReader(folder).series("eval/valid/loss")
+        run.curve = list(zip(points.step.tolist(), points.value.tolist(), strict=True))
         run.last_step, run.best_step = summary.step, best_step(folder) or summary.step
         loss = f"held-out loss {run.curve[-1][1]:.3f}" if run.curve else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
@@ -423,11 +434,6 @@ def _untrained_probes(workspace: Workspace, config: RunConfig, probes: Path) -> 
     return summary
 
 
-def _held_out_curve(run: Path) -> list[tuple[int, float]]:
-    points = RunReader(run).series("eval/valid/loss")
-    return list(zip(points.step.tolist(), points.value.tolist(), strict=True))
-
-
 def _evaluation(loaded: LoadedModel, workspace: Workspace, probes: Path | None) -> dict[str, Any]:
     pairs = None if probes is None else workspace.raw / PAIRS_NAME
     options = EvalOptions(probes=probes, pairs=pairs)
@@ -495,10 +501,11 @@ class _Timer:
         return sum(stage["seconds"] for stage in self.known.values()) + time.perf_counter() - self.began
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[Callable[[str], None]]:
-        """Time a stage; the block says its result through what is yielded."""
+    def stage(self, name: str, before: float = 0.0) -> Iterator[Callable[[str], None]]:
+        """Time a stage; the block says its result through what is yielded. `before`: seconds that it took already, at
+        each start anew."""
         results: list[str] = []
-        started = self.began = time.perf_counter()
+        started = self.began = time.perf_counter() - before
         spent_before = float(self.known.get(name, {}).get("seconds", 0.0))
         finished_before = bool(self.known.get(name, {}).get("finished", False))
         try:
@@ -507,10 +514,11 @@ class _Timer:
             seconds = time.perf_counter() - started
             finished = bool(results)
             # A stage that was finished before only looks up its result now: keep the time the work itself took.
-            total = spent_before if finished and finished_before and seconds < spent_before else spent_before + seconds
+            looks_up = finished and finished_before and not before and seconds < spent_before
+            total = spent_before if looks_up else spent_before + seconds
             self.known[name] = {"seconds": total, "finished": finished or finished_before}
             write_json(self.path, self.known)
             self.began = time.perf_counter()
-        stage = StageTime(name, total, results[0], done_before=total == spent_before)
+        stage = StageTime(name, total, results[0], done_before=looks_up)
         self.journey.stages.append(stage)
         print(f"{padded(t(name), NAME_COLUMNS)} {human_seconds(total):>6}  {t(stage.in_words())}", flush=True)

@@ -9,8 +9,6 @@
 Nothing is downloaded, and every machine makes the same files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict

@@ -3,13 +3,11 @@
     spent on the text   corpus, tokenizer and packed data: as long as they take
     PILOT_SHARE of the rest   the chosen model on a few tokens: its pace, and its loss beside the law's
     reserve             to judge, write samples and export
-    all that is left    the run; its decay ends on time (`deadline`)
+    all that is left    the run; its decay ends on time (`Deadline`)
 
 What was chosen is kept in `speedrun.json`, so that an interrupted speedrun continues with it. Waiting for an answer
 and the time between two starts are not counted.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import json
@@ -49,12 +47,14 @@ from zero2all.quickstart.choose import (
     settings_of,
     vocabulary,
 )
-from zero2all.quickstart.deadline import Deadline
+from zero2all.train.anneal import request_anneal
 from zero2all.train.run import train
 from zero2all.train.run_data import open_run_data
 
 PLAN_NAME, REPORT_NAME = "speedrun.json", "report.html"
 PILOT_SHARE, CHAT_SHARE = 0.06, 0.1
+MACHINE_SHARE = 0.02
+"""Of the time, after which no further step of a shape is measured: a busy machine takes long for each."""
 RESERVE = {"cpu": (11.0, 0.02), "cuda": (14.0, 0.01)}
 """Seconds, and a share of the time, that judging and exporting take."""
 BYTES_PER_PARAMETER = 60
@@ -62,6 +62,9 @@ BYTES_PER_PARAMETER = 60
 LEAST_SECONDS, LEAST_PILOT = 20, 20
 SMALLEST_ROW = 32
 OTHERS_BYTES = 2 << 30
+LOOKS = (0.35, 0.55, 0.75, 0.9)
+"""The first is where the decay of a run begins."""
+TOLERANCE = 0.005
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Budget:
     price_per_hour: float | None = None
     confirm: Callable[[], bool] = lambda: True
     """Asks a person whether to go on with the plan that was shown."""
+    began: float | None = None
+    """When the command began, by time.time(); None: not known, so that the time counts from the first stage."""
 
     def money(self, seconds: float) -> str:
         """What so much time costs, in words; empty without a price."""
@@ -141,18 +146,23 @@ class Speedrun:
         """Of this machine; measured once."""
         if "speed" not in self.kept:
             sized = self.load({**self.values, "model.vocab_size": 4096})
-            self.keep(speed=dataclasses.asdict(measured_speed(sized, self.device)))
+            self.keep(speed=dataclasses.asdict(measured_speed(sized, self.device, MACHINE_SHARE * self.budget.seconds)))
         return Speed(**self.kept["speed"])
 
     @property
     def reserve(self) -> float:
-        """Seconds after the training."""
+        """Seconds after the training. With conversations their training begins anew: it is prepared and loaded as the
+        pilot was, with as much again to read them."""
         fixed, share = RESERVE[self.device]
-        return fixed + share * self.budget.seconds
+        return fixed + share * self.budget.seconds + 2 * self.kept.get("loading", 0.0) * bool(self.chats)
 
     def left(self, spent: float) -> float:
         """Seconds for the run, after so many."""
         return (self.budget.seconds - spent - self.reserve) * (1 - CHAT_SHARE * bool(self.chats))
+
+    def chat_seconds(self, spent: float) -> float:
+        """Seconds to train on conversations, after so many: all that is left but what it takes to judge and save."""
+        return max(0.0, (1 - RESERVE[self.device][1]) * self.budget.seconds - spent)
 
     def take_packed(self, packed: Path) -> None:
         """Begin with data that was packed before."""
@@ -203,13 +213,15 @@ class Speedrun:
             short = dataclasses.replace(first, tokens_per_step=batch, steps=max(LEAST_PILOT, round(tokens / batch)))
             never = {"validation.every_steps": 0, "checkpoint.every_steps": 0, "checkpoint.keep_every_steps": 0}
             trial = self.run_config(short, {**never, "train.name": f"{self.config.train.name}-pilot"})
-            began: list[float] = []
+            called, began = time.monotonic(), list[float]()
             summary = train(
                 trial, self.workspace, fresh=True, say=lambda _: None, brief=True,
                 watch=lambda _step: began.append(time.monotonic()),
             )  # fmt: skip
+            self.keep(loading=began[0] - called)
             if self.device == "cpu":  # there a step costs more than its tokens, so the pilot's, of fewer, says little
-                pace, batch = measured_step(self.run_config(first)), first.tokens_per_step
+                most = MACHINE_SHARE * self.budget.seconds
+                pace, batch = measured_step(self.run_config(first), most), first.tokens_per_step
             else:
                 pace = median(later - before for before, later in pairwise(began[2:]))  # the first steps compile
             expected = self.speed.seconds(first.model, batch, self.config.data.seq_len)
@@ -250,7 +262,7 @@ class Speedrun:
             f"model of {total / 1e6:.2f} M parameters, {best.model.layers} layers, width {best.model.hidden_size}",
             f"{best.steps:,} steps of {best.tokens_per_step:,} tokens, {human_count(best.tokens)} in all: "
             f"the text {epochs:.1f} times",
-            f"expected held-out loss {factor * best.loss:.3f} ({factor * best.loss * bits:.3f} bits per byte)",
+            f"expected on held-out text: {factor * best.loss * bits:.3f} bits per byte (loss {factor * best.loss:.3f})",
             f"time {human_seconds(self.budget.seconds)} in all{self.budget.money(self.budget.seconds)}",
         ]
         by_size = sorted(found, key=lambda each: each.size)
@@ -259,7 +271,8 @@ class Speedrun:
             if 0 <= at < len(by_size):
                 other = by_size[at]
                 size = parameter_counts(other.model)["total"] / 1e6
-                lines.append(f"one size {name} ({size:.2f} M): loss {factor * other.loss:.3f}")
+                loss = factor * other.loss
+                lines.append(f"one size {name} ({size:.2f} M): {loss * bits:.3f} bits per byte (loss {loss:.3f})")
         if epochs > 0.95 * FILL * most_epochs(unique):
             lines.append("the text is too short for this time: more would only be learned by heart, so it ends early")
         return lines
@@ -302,3 +315,38 @@ def chat_files(folder: Path) -> list[Path]:
             if re.search(rb'"(messages|conversations)"\s*:\s*\[', beginning):
                 found.append(path)
     return found
+
+
+class Deadline:
+    """Ends a run on time: its decay is given another end when the machine turns out faster or slower than expected.
+
+    Called after each step of a run that is to end at `ends_at`, by time.monotonic(). At LOOKS of its time or of its
+    steps, those that are left are counted anew from the pace since the look before. Where they differ, the run is asked
+    to anneal over that many, as `z2a anneal` would: the rate then falls from where it stands, and the record of it is
+    in the run's folder and in its checkpoints, so that a run that was killed goes on the same way.
+    """
+
+    def __init__(self, run: Path, config: RunConfig, ends_at: float, most_steps: int) -> None:
+        self.run, self.ends_at, self.end, self.most_steps = run, ends_at, config.train.steps, most_steps
+        self.to_share = config.schedule.min_lr_ratio
+        self.looks = list(LOOKS)
+        self.began: float | None = None
+        self.mark = (0, 0.0)
+        """The step and time from which the pace is measured."""
+
+    def __call__(self, step: int) -> None:
+        """Look, where it is time to."""
+        now = time.monotonic()
+        if self.began is None:  # without the first step, which compiles
+            self.began, self.mark = now, (step, now)
+            return
+        share = max(step / self.end, (now - self.began) / max(self.ends_at - self.began, 1e-6))
+        if not self.looks or share < self.looks[0]:
+            return
+        self.looks.pop(0)
+        pace = (step - self.mark[0]) / max(now - self.mark[1], 1e-6)
+        left = max(1, min(round(pace * (self.ends_at - now)), self.most_steps - step))
+        self.mark = (step, now)
+        if abs(left - (self.end - step)) > TOLERANCE * self.end:
+            self.end = step + left
+            request_anneal(self.run, left, "linear", self.to_share)

@@ -91,11 +91,6 @@ class PlotOptions:
     log_y: bool = False
 
 
-def plot_run(run_folder: Path, png: Path, title: str | None = None) -> None:
-    """Draw the run in `run_folder` into `png`, at most 200 KB; `title` None takes the name of the run."""
-    plot_runs([run_folder], png, PlotOptions(title=title))
-
-
 def plot_runs(folders: Sequence[Path], target: Path, options: PlotOptions | None = None) -> None:
     """Draw one run, or several over each other, into `target`: a .png, .svg or .pdf."""
     options = options or PlotOptions()

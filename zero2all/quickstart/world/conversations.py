@@ -7,8 +7,6 @@ alone is unknown, such as the capital of another country, and those that ask som
 refused, too: a model of this size cannot do them, and would otherwise say any number.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

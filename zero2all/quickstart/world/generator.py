@@ -6,8 +6,6 @@ at any length of text. No document tells the same fact twice: the answer must co
 above.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

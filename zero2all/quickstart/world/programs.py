@@ -5,8 +5,6 @@ one to three of them with the slots filled, and either asserts or prints what th
 running it. No two programs are equal, so none that is held out was trained on.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ The text has neither of the two.
 A model that repeats sentences keeps its score on the first and loses it under R18; on the last it can only guess.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 
