@@ -94,17 +94,15 @@ def _speedrun_with(arguments: argparse.Namespace, seconds: float, name: str) -> 
     elif not is_workspace(arguments.work or default_work() or Path(name)):
         raise UsageError("Give your text with --data, or a workspace with packed data with --work.")
 
-    from zero2all.parallel.device import pick_device
     from zero2all.parallel.launch import command_started
-    from zero2all.quickstart.choose import PRESETS
-    from zero2all.quickstart.pipeline import clear_workspace, run_quickstart
+    from zero2all.quickstart.pipeline import clear_workspace, preset_for, run_quickstart
     from zero2all.quickstart.speedrun import Budget
     from zero2all.quickstart.summary import print_summary
 
     work = arguments.work or default_work() or Path(name)
     if arguments.fresh:
-        preset = source or PRESETS[pick_device(config.parallel.device).type]
-        clear_workspace(work, load_config(preset, arguments.overrides).train.name if own is None else None)
+        preset = load_config(source or preset_for(config), arguments.overrides)
+        clear_workspace(work, preset.train.name if own is None else None)
     asks = not getattr(arguments, "yes", True)
     if asks and not sys.stdin.isatty():
         raise UsageError("There is no terminal to ask on. Add --yes to go on with the plan without asking.")

@@ -193,7 +193,7 @@ def run_quickstart(
     if budget is not None:
         device = pick_device(config.parallel.device).type
         chats = () if own is None else chat_files(Path(own.source.location))
-        run.speedrun = Speedrun(workspace, budget, source or PRESETS[device], overrides, device, chats)
+        run.speedrun = Speedrun(workspace, budget, source or preset_for(config), overrides, device, chats)
         run.config = config = run.speedrun.config
         if budget.began is not None:
             with timer.stage("start", time.time() - budget.began) as done:
@@ -367,6 +367,11 @@ def _train(run: QuickstartRun, timer: _Timer, accept_changes: bool) -> None:
         run.last_step, run.best_step = summary.step, best_step(folder) or summary.step
         loss = f"held-out loss {run.curve[-1][1]:.3f}" if run.curve else "no held-out text"
         done(f"{summary.tokens:,} tokens in {counted(summary.step, 'step')}, {loss}")
+
+
+def preset_for(config: RunConfig) -> str:
+    """The preset of a speedrun, by the device that the config takes."""
+    return PRESETS[pick_device(config.parallel.device).type]
 
 
 def clear_workspace(work: Path, run: str | None = None) -> None:
