@@ -194,6 +194,7 @@ class MemoryPart:
 
 def state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
     """The parts; `model` is as held by the process (`MemorySettings.held`)."""
+    sent = MemoryPart("sent copy", 2.0 * settings.trained(model), "of the gradients, in bfloat16")
     return [
         _weights(model, settings),
         _masters(model, settings),
@@ -203,7 +204,7 @@ def state_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart
         *_borrowed_parts(model, settings),
         *_staging_parts(model, settings),
         *_float8_parts(model, settings),
-        *_compress_parts(model, settings),
+        *([sent] if settings.compress != "none" else []),
     ]
 
 
@@ -297,13 +298,6 @@ def _moment_bytes(model: ModelConfig, kind: str, kahan: bool) -> tuple[float, fl
         return 4.0 + 4.0 * sum(max(shape) for shape in shapes) / _values(shapes), 8.0
     assert kind == "adamw", f"the states of optim.kind {kind} are not known"
     return 8.0, 8.0
-
-
-def _compress_parts(model: ModelConfig, settings: MemorySettings) -> list[MemoryPart]:
-    """What compressed gradients take beside the gradients themselves."""
-    if settings.compress == "none":
-        return []
-    return [MemoryPart("sent copy", 2.0 * settings.trained(model), "of the gradients, in bfloat16")]
 
 
 def _matrices_apart(model: ModelConfig, kind: str) -> list[tuple[int, int]]:
