@@ -81,6 +81,12 @@ class SpreadForward(Forward):
         dist.send(x.contiguous(), self._stage_ranks[self._stages.rank + 1], group=self._stages.group)
         return x
 
+    def on_all_ranks(self, values: Tensor) -> Tensor:
+        """Those of the last stage."""
+        if self._stages.group is not None:
+            dist.broadcast(values, self._stage_ranks[-1], group=self._stages.group)
+        return values
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, V) in float32, the same on every rank."""
         config, ranks = self.weights.config, self._tensor.size
@@ -94,9 +100,7 @@ class SpreadForward(Forward):
                 gather_into(of_ranks.view(-1), own.contiguous().view(-1), group=self._tensor.group)
                 own = of_ranks.transpose(0, 1).flatten(1)
             found = own[:, : config.vocab_ids].contiguous()
-        if self._stages.group is not None:
-            dist.broadcast(found, self._stage_ranks[-1], group=self._stages.group)
-        return found
+        return self.on_all_ranks(found)
 
 
 def mirrored(method: Callable[..., Any]) -> Callable[..., Any]:
