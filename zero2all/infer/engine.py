@@ -86,6 +86,7 @@ class Engine:
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
         mesh = loaded.world and loaded.world.mesh
+        self.model_config = config
         self._model, weights = loaded.model, weights_of(loaded.model, mesh.tensor.size if mesh else 1)
         if settings.int8:
             weights = quantise(weights)
