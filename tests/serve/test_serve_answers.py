@@ -15,7 +15,7 @@ from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import ChosenToken, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.text import Piece, TextRequest, stream
+from zero2all.infer.text import Piece, TextJob, TextRequest, stream
 from zero2all.serve.answers import CompletionAnswer
 from zero2all.serve.wire import Call
 
@@ -294,6 +294,16 @@ def test_an_embedding_that_gave_its_memory_to_an_older_text_is_computed_again(lo
     with torch.no_grad():
         mean = loaded.model(torch.tensor([row]))[0].mean(dim=0)
     assert job.pooled.tolist() == pytest.approx(mean.tolist(), abs=1e-5)
+
+
+def test_a_text_that_was_half_read_has_no_embedding(loaded: LoadedModel):
+    engine = Engine(loaded, EngineSettings(prefill_tokens=2))
+    job = TextJob(engine, TextRequest([5] * 20, 0, pools=True))
+    engine.step()
+    engine.cancel(job.job)
+    piece = job.read()
+    assert piece is not None
+    assert (job.job.pooled is None, piece.finish, piece.pooled) == (False, "cancelled", None)
 
 
 def test_best_of_answers_with_the_texts_of_the_largest_mean_log_probability(client, loaded):

@@ -119,7 +119,8 @@ class TextJob:
             choices = [*begin, *choices, *([job.ending] if self.is_done and job.ending else [])]
             self._has_begun = True
         new = tuple(job.new_ids[first:end])
-        return Piece(text, new, tuple(choices), finish, job.error, usage, likely, job.pooled)
+        pooled = job.pooled if finish == "stop" else None  # else a sum of some tokens
+        return Piece(text, new, tuple(choices), finish, job.error, usage, likely, pooled)
 
     def _usage(self, new_tokens: int) -> Usage:
         job, prompt = self.job, self.job.request.prompt_tokens

@@ -39,26 +39,10 @@ from zero2all.infer.service import ServiceEndedError
 from zero2all.infer.text import Piece, engine_request
 from zero2all.infer.tools import TOOLS, call_of, run_call
 from zero2all.serve import wire
-from zero2all.serve.answers import (
-    Answer,
-    Bell,
-    ChatAnswer,
-    CompletionAnswer,
-    EmbeddingAnswer,
-    Generations,
-    by_choice,
-)
+from zero2all.serve.answers import Answer, Bell, ChatAnswer, CompletionAnswer, EmbeddingAnswer, Generations, by_choice
 from zero2all.serve.metrics import Metrics
 from zero2all.serve.model import READY, ServedModel, ending
-from zero2all.serve.wire import (
-    Call,
-    RefusedError,
-    chat_call,
-    completion_call,
-    embedding_call,
-    read_fields,
-    spelled,
-)
+from zero2all.serve.wire import Call, RefusedError, chat_call, completion_call, read_fields, spelled
 from zero2all.track.access import Gate, GuardedService, address, is_loopback, listen
 from zero2all.track.http_server import CONTENT_TYPES, BoundedServer, ServerLimits, body_of, page_routes
 
@@ -273,7 +257,7 @@ class _ModelApi:
     async def embeddings(self, request: Request) -> ASGIApp:
         def read(body: Any, loaded: LoadedModel, _max_len: int) -> Call:
             engine = self.model.service.engine
-            call = embedding_call(body, loaded.model.config.hidden_size)
+            call = wire.embedding_call(body, loaded.model.config.hidden_size)
             for place, each in enumerate(call.requests):  # all are checked before the first is computed
                 try:
                     call.requests[place] = dataclasses.replace(each, prompt=engine_request(engine, each).ids)
