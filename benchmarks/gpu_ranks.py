@@ -334,10 +334,10 @@ def table(results: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 INFERENCE = {"one process": (1, 1), "tensor 2": (2, 1), "tensor 4": (4, 1), "pipeline 2": (1, 2)}
 MODELS = {
-    "cpu": {"hidden_size": 768, "intermediate_size": 3072, "layers": 8, "heads": 12, "kv_heads": 4},
+    "cpu": {"hidden_size": 768, "intermediate_size": 3072, "layers": 12, "heads": 12, "kv_heads": 4},
     "cuda": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 16, "heads": 12, "kv_heads": 4},
 }
-CACHE_BYTES = {"cpu": 300_000_000, "cuda": 3_000_000_000}
+CACHE_BYTES = {"cpu": 600_000_000, "cuda": 3_000_000_000}
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, MOST_OFF = 8, 48, 64, 0.03
 RUN, SMALL_RUN = "random", "small"
 SMALL = {"hidden_size": 96, "intermediate_size": 128, "layers": 4, "heads": 12, "kv_heads": 4}

@@ -141,7 +141,7 @@ def import_gguf(path: Path, workspace: Workspace, name: str, **options: Any) -> 
     exactly, quantised weights as the values they stand for."""
     library = _library()
 
-    class Reader(library.GGUFReader):  # type: ignore[misc, name-defined]
+    class Reader(library.GGUFReader):  # type: ignore[name-defined]
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             """Without this, a damaged length of an array is counted to its end behind that of the file."""
             if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
