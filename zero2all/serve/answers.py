@@ -47,10 +47,8 @@ class Answer:
     def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
         """The answer in one object; `pieces` has everything of each choice."""
         self._ends.update(pieces)
-        choices = [
-            {**self.choice(index, self._with_echo(index, pieces[index])), "index": place}
-            for place, index in enumerate(self._kept(pieces))
-        ]
+        kept = enumerate(self._kept(pieces))
+        choices = [{**self.choice(at, self._with_echo(at, pieces[at])), "index": place} for place, at in kept]
         return {**self._head(self.whole_object), "choices": choices, "usage": self.usage()}
 
     def _kept(self, pieces: Mapping[int, Piece]) -> list[int]:

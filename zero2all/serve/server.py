@@ -232,7 +232,7 @@ class _ModelApi:
     async def detokenize(self, request: Request) -> Response:
         """The text of ids; control tokens by their names."""
         fields = read_fields(parsed(await read_body(request)), wire.DETOKENIZE_FIELDS, "tokens")
-        return _json({"prompt": spelled(fields["tokens"], self.model.loaded, "tokens", skip_control=False)})
+        return _json({"prompt": spelled(fields["tokens"][0], self.model.loaded, "tokens", skip_control=False)})
 
     async def models(self, _: Request) -> Response:
         return _json({"object": "list", "data": [self.model.facts()]})

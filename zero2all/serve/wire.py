@@ -137,14 +137,6 @@ def prompts(value: Any, most: int = MAX_CHOICES) -> list[str | list[int]]:
     return several
 
 
-def one_list_of_ids(value: Any) -> list[int]:
-    """Ids of one text."""
-    match prompts(value):
-        case [list(ids)]:
-            return ids
-    raise ValueError("one list of token ids")
-
-
 def biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Token ids, which are names in JSON, and what is added to their logits."""
     read = number(-100, 100)
@@ -272,7 +264,7 @@ class RefusedError(Exception):
 
 
 TOKENIZE_FIELDS = {"model": text, "prompt": text, "add_special_tokens": flag}
-DETOKENIZE_FIELDS = {"model": text, "tokens": one_list_of_ids}
+DETOKENIZE_FIELDS = {"model": text, "tokens": lambda value: prompts(value, 1)}
 COMPLETION_FIELDS = {
     **SHARED,
     "max_tokens": whole(0),
