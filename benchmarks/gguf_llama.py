@@ -2,6 +2,7 @@
 
     sh scripts/build_llama_cpp.sh /somewhere/llama                                          once, 20 to 50 minutes
     python benchmarks/gguf_llama.py RUN --work WORK --python /somewhere/llama/bin/python          a minute
+    python benchmarks/gguf_llama.py FOLDER --text FILE --python …              a Hugging Face folder, and held-out text
 
 llama.cpp answers in a process of its own (llama_answers.py), with its defaults (among them a float16 cache). Rows are
 held-out text of the workspace. For each type three models are compared: ours in float32, ours with the weights that are
@@ -32,7 +33,7 @@ from benchmarks.machine import RESULTS, save_result
 from zero2all.common.progress import say, show_log
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.gguf import GgufType, export_gguf, import_gguf
-from zero2all.infer.load import LoadedModel, load_run
+from zero2all.infer.load import LoadedModel, load_model, load_run
 from zero2all.tokenizer.chat import Dialogue, Message
 from zero2all.tokenizer.template import chat_of
 
@@ -143,12 +144,10 @@ def hard_strings(count: int, seed: int = 20261119) -> list[str]:
     ]
 
 
-def held_out(workspace: Workspace, loaded: LoadedModel) -> list[list[int]]:
-    """Rows of held-out text, each behind the token that opens a document."""
-    files = sorted((workspace.root / "corpus").glob("*/valid/part-*.jsonl"))
-    records = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+def held_out(texts: list[str], loaded: LoadedModel) -> list[list[int]]:
+    """Rows of these texts, each behind the token that opens a document."""
     opening = loaded.tokenizer.end_id if loaded.tokenizer.begin_id is None else loaded.tokenizer.begin_id
-    ids = [number for record in records for number in loaded.tokenizer.encode_text(record["content"])]
+    ids = [number for text in texts for number in loaded.tokenizer.encode_text(text)]
     length = min(loaded.window - NEW, 128) - 1
     starts = range(0, len(ids) - length, max(length, (len(ids) - length) // ROWS))
     return [[opening, *ids[start : start + length]] for start in starts][:ROWS]
@@ -174,19 +173,29 @@ def main() -> int:
     """Export, ask, compare, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
-    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="workspace of the run, whose held-out text is taken")
+    parser.add_argument("--text", type=Path, help="with a Hugging Face folder: a file of text")
     parser.add_argument("--python", required=True, help="interpreter of an environment with llama-cpp-python")
     parser.add_argument("--name", help="what the row of the results is called (default: the run)")
     arguments = parser.parse_args()
-    workspace = open_workspace(arguments.work)
-    loaded = load_run(workspace, arguments.run)
-    tokenizer, rows, texts = loaded.tokenizer, held_out(workspace, loaded), hard_strings(STRINGS)
+    if (arguments.work is None) == (arguments.text is None):
+        parser.error("give --work with a run, or --text with a Hugging Face folder")
+    if arguments.work is not None:
+        workspace = open_workspace(arguments.work)
+        loaded, tokenizer_folder = load_run(workspace, arguments.run), workspace.tokenizer
+        shards = sorted((workspace.root / "corpus").glob("*/valid/part-*.jsonl"))
+        lines = [line for file in shards for line in file.read_text(encoding="utf-8").splitlines()]
+        read = [json.loads(line)["content"] for line in lines]
+    else:
+        loaded, tokenizer_folder = load_model(arguments.run, dtype="float32"), Path(arguments.run)
+        read = [arguments.text.read_text(encoding="utf-8")[:1_000_000]]
+    tokenizer, rows, texts = loaded.tokenizer, held_out(read, loaded), hard_strings(STRINGS)
     chats = [[("user", "Who are you? 🙂"), ("assistant", "A model."), ("user", " 1 + 1\né")], [("user", "hi")]]
     with tempfile.TemporaryDirectory(prefix="z2a-gguf-") as place:
         folder = Path(place)
         files = {kind: folder / f"{kind}.gguf" for kind in TYPES}
         for kind, path in files.items():
-            export_gguf(loaded, workspace.tokenizer, path, kind)
+            export_gguf(loaded, tokenizer_folder, path, kind)
         dialogues = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
         asked = {"texts": texts, "chats": dialogues, "rows": rows, "prompt": PROMPT, "new": NEW}
         asked["files"] = {kind: str(path) for kind, path in files.items()}
@@ -201,7 +210,7 @@ def main() -> int:
         back = {kind: load_run(imported, import_gguf(path, imported, kind).run.name) for kind, path in files.items()}
         sizes = {kind: path.stat().st_size for kind, path in files.items()}
     wrong = [text for text, ids in zip(texts, answer["texts"], strict=True) if tokenizer.encode_text(text) != ids]
-    template = chat_of(workspace.tokenizer, tokenizer)
+    template = chat_of(tokenizer_folder, tokenizer)
     ours_chats = [template.encode(Dialogue([Message(role, text) for role, text in chat])) for chat in chats]
     chats_equal = [one == other for one, other in zip(ours_chats, answer["chats"], strict=True)]
     say(f"llama-cpp-python {answer['version']}: ids of {len(texts) - len(wrong):,} of {len(texts):,} strings equal")
@@ -226,7 +235,7 @@ def main() -> int:
         say(f"{kind:5} {figures[kind]}")
     fits = all(figures[kind]["total_nats"]["mean"] <= MOST_NATS[kind] for kind in figures)
     is_right = not wrong and all(chats_equal) and fits and figures["f16"]["greedy_rows_right"] == len(rows)
-    name = arguments.name or arguments.run
+    name = arguments.name or loaded.name
     path = RESULTS / "gguf.json"
     before = json.loads(path.read_text(encoding="utf-8"))["models"] if path.is_file() else {}
     facts = {

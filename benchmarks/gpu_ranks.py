@@ -5,10 +5,19 @@
     python benchmarks/gpu_ranks.py --axes --ranks 2,4,8 --result gpu_axes      tensor, pipeline, context, experts
     python benchmarks/gpu_ranks.py --axes --ranks 2,4 --config benchmarks/z2all-1b-adamw.yaml --batch 4x2048x8 \
         --only pipeline --result gpu_pipeline_ranks --model.layers 8      peaks of every rank beside its estimate
+    python benchmarks/gpu_ranks.py --inference --result inference_ranks       the engine: tensor 2, 4 and pipeline 2
+    python benchmarks/gpu_ranks.py --inference --device cpu --result inference_ranks_cpu        the same on CPU ranks
 
 NCCL refuses two ranks on one card only when they claim the same host, so each process gets a host id of its own and
 they are joined by sockets: a slow link, on which overlap shows. Losses are compared step by step with those of one
 rank; step times with and without overlap; a trace of one step says how much communication lay under other kernels.
+
+With --inference a model with random weights, large enough that it has preferences, is written as a run; each layout
+reads its checkpoint and continues the same prompts greedily. In float32 the texts have to be those of one process; in
+bfloat16, where sums over ranks are rounded in another order, the equal ones are counted. The memory of every rank is
+compared with the estimate that `z2a generate --parallel.tensor 2` prints: on a GPU the peak of what torch allocated; on
+a CPU, in float32 alone, how much the resident memory has grown, with every page of the cache touched, and with a malloc
+that gives back at once what is freed. A small model goes before, so that libraries are in memory.
 """
 
 from __future__ import annotations
@@ -17,10 +26,12 @@ import argparse
 import dataclasses
 import math
 import os
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -29,18 +40,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import numpy as np
+import psutil
 import torch
 
 from benchmarks.machine import machine, save_result
 from zero2all.common.files import read_json, write_json
+from zero2all.common.progress import show_log
+from zero2all.common.workspace import Workspace
 from zero2all.config import RunConfig, load_config
 from zero2all.estimate.memory import estimate_memory
+from zero2all.exchange import export_run, import_folder
+from zero2all.infer.engine import Engine, EngineSettings
+from zero2all.infer.job import Job, Request
+from zero2all.infer.load import READY_OPS, LoadedModel, empty_model, load_model
+from zero2all.infer.spread import RankMemory, SpreadEngine, follow, make_engine, rank_memory
+from zero2all.model.config import ModelConfig
 from zero2all.ops.registry import resolve
 from zero2all.packed.loader import Batch, rank_rows
+from zero2all.parallel.config import MeshSizes, ParallelConfig
+from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.mesh import make_mesh
-from zero2all.parallel.parameter_table import draw
+from zero2all.parallel.parameter_table import draw, init_weights
 from zero2all.parallel.world import World, join_world
 from zero2all.predict.batch import parse_batch
+from zero2all.tokenizer import load_tokenizer, train_tokenizer
 from zero2all.train.build import empty_state, op_context
 from zero2all.train.micro_batch import memory_settings
 from zero2all.train.state import DTYPES, TrainState
@@ -92,8 +115,16 @@ def main() -> None:
     parser.add_argument("--batch", default="2x512x4", help="with --axes: samples of a pass x tokens x passes")
     parser.add_argument("--axes", action="store_true", help="tensor, pipeline, context and experts, in bf16")
     parser.add_argument("--result", default="gpu_ranks")
+    parser.add_argument("--inference", action="store_true", help="the engine over ranks, against one process")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="with --inference")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--layout", default="", help=argparse.SUPPRESS)
     arguments, overrides = parser.parse_known_args()
+    if arguments.rank_of and arguments.inference:
+        write_texts(arguments)
+        return
+    if arguments.inference:
+        sys.exit(compare_inference(arguments))
     if arguments.rank_of:
         run_rank(arguments, overrides)
         return
@@ -109,19 +140,23 @@ def start_ranks(count: int) -> dict[str, Any]:
     """Run this program in `count` processes; what rank 0 wrote."""
     out = Path(os.environ.get("OUT", ".")) / f"ranks-{count}.json"
     out.unlink(missing_ok=True)  # of an earlier call
+    codes = [process.wait() for process in ranks_of(count, [*sys.argv, "--rank-of", str(out)])]
+    found = read_json(out) if out.exists() else {}  # --only may leave this number of ranks no case
+    return {"failed": codes, **found} if any(codes) else dict(found)
+
+
+def ranks_of(count: int, words: list[str], on_cpu: bool = False) -> list[subprocess.Popen[bytes]]:
+    """`count` processes of one group, which run this program with these words."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
     shared |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    command = [sys.executable, *sys.argv, "--rank-of", str(out)]
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "NCCL_HOSTID": f"host{rank}"})
-        for rank in range(count)
-    ]
-    codes = [process.wait() for process in processes]
-    found = read_json(out) if out.exists() else {}  # --only may leave this number of ranks no case
-    return {"failed": codes, **found} if any(codes) else dict(found)
+    shared |= {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"} if on_cpu else {}
+    own = [{"RANK": str(rank), "NCCL_HOSTID": f"host{rank}"} for rank in range(count)]
+    if on_cpu:
+        own = [{**each, "LOCAL_RANK": each["RANK"], "LOCAL_WORLD_SIZE": str(count)} for each in own]
+    return [subprocess.Popen([sys.executable, *words], env={**os.environ, **shared, **each}) for each in own]
 
 
 def run_rank(arguments: argparse.Namespace, overrides: list[str]) -> None:
@@ -294,5 +329,161 @@ def table(results: dict[str, Any]) -> list[tuple[Any, ...]]:
     return rows
 
 
+# The engine over ranks.
+
+
+INFERENCE = {"one process": (1, 1), "tensor 2": (2, 1), "tensor 4": (4, 1), "pipeline 2": (1, 2)}
+MODELS = {
+    "cpu": {"hidden_size": 768, "intermediate_size": 3072, "layers": 12, "heads": 12, "kv_heads": 4},
+    "cuda": {"hidden_size": 1536, "intermediate_size": 4096, "layers": 16, "heads": 12, "kv_heads": 4},
+}
+CACHE_BYTES = {"cpu": 600_000_000, "cuda": 3_000_000_000}
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS, MOST_OFF = 8, 48, 64, 0.03
+RUN, SMALL_RUN = "random", "small"
+SMALL = {"hidden_size": 96, "intermediate_size": 128, "layers": 4, "heads": 12, "kv_heads": 4}
+
+
+def compare_inference(arguments: argparse.Namespace) -> int:
+    """Write the model, start every layout, compare; all at once on a GPU."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="z2a-ranks-") as place:
+        work = Path(place)
+        write_random_run(work, SMALL, SMALL_RUN)
+        parameters = write_random_run(work, MODELS[arguments.device], RUN)
+        print(f"{parameters / 1e6:.0f} M parameters written after {time.perf_counter() - started:.0f} s", flush=True)
+        codes: dict[str, list[int]] = {}
+        waiting: dict[str, list[subprocess.Popen[bytes]]] = {}
+        for name, (tensor, pipeline) in INFERENCE.items():
+            out = str(work / f"{tensor}-{pipeline}.json")
+            words = [*sys.argv, "--rank-of", out, "--layout", f"{tensor},{pipeline},{work}"]
+            waiting[name] = ranks_of(tensor * pipeline, words, arguments.device == "cpu")
+            if arguments.device == "cpu":
+                codes[name] = [process.wait() for process in waiting[name]]
+        codes |= {name: [process.wait() for process in processes] for name, processes in waiting.items()}
+        if any(map(any, codes.values())):
+            print(f"failed: {codes}")
+            return 1
+        found = {name: read_json(work / f"{tensor}-{pipeline}.json") for name, (tensor, pipeline) in INFERENCE.items()}
+    is_right = True
+    for name, of_layout in found.items():
+        for dtype, case in of_layout.items():
+            texts = found["one process"][dtype]["texts"]
+            case["equal"] = sum(one == other for one, other in zip(case["texts"], texts, strict=True))
+            off = [peak / sum(estimate) - 1 for peak, estimate in zip(case["peaks"], case["estimates"], strict=True)]
+            case["off"] = max(off, key=abs)
+            print(f"{name:12} {dtype:9} greedy texts equal: {case['equal']} of {PROMPTS}", end="; ")
+            print(f"GB of a rank {[round(peak / 1e9, 4) for peak in case['peaks']]}, estimated", end=" ")
+            print(f"{[round(sum(each) / 1e9, 4) for each in case['estimates']]}: {100 * case['off']:+.1f} %", end="; ")
+            print(f"{case['seconds']:.1f} s")
+            is_right &= dtype != "float32" or case["equal"] == PROMPTS
+            is_right &= name == "one process" or abs(case["off"]) <= MOST_OFF
+    for of_layout in found.values():
+        for case in of_layout.values():
+            del case["texts"]
+    facts = {"parameters": parameters, "prompts": PROMPTS, "new": NEW_TOKENS, "cache": CACHE_BYTES[arguments.device]}
+    save_result(arguments.result, {**facts, "right": is_right, "layouts": found})
+    print(f"{'right' if is_right else 'WRONG'}, {time.perf_counter() - started:.0f} s in all")
+    return 0 if is_right else 1
+
+
+def write_random_run(work: Path, shape: dict[str, Any], name: str) -> int:
+    """A run with random weights, five times as large as usual; returns its parameters."""
+    tokenizer_folder, exported = work / "tokenizer", work / f"exported-{name}"
+    texts = [f"hello world, {number} 中国的首都是北京。def f(x):" for number in range(200)]
+    train_tokenizer(texts, 300, tokenizer_folder, RUN)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    config = ModelConfig(4096, **shape, max_seq_len=512, init_std=0.1)
+    model = empty_model(config, READY_OPS, torch.device("cpu"), torch.float32)
+    init_weights(model, 1)
+    with torch.no_grad():
+        model.head_weight[list(tokenizer.end_ids)] = 0  # no text ends early
+    loaded = LoadedModel(name, 0, model, tokenizer)
+    export_run(loaded, tokenizer_folder, exported)
+    import_folder(exported, Workspace(work / "workspace"), name)
+    shutil.rmtree(exported)
+    return loaded.parameters
+
+
+def write_texts(arguments: argparse.Namespace) -> None:
+    """A rank: the greedy texts, and its memory beside the estimate, in each dtype."""
+    words = arguments.layout.split(",", 2)
+    tensor, pipeline, work = int(words[0]), int(words[1]), Path(words[2])
+    on_gpu = arguments.device == "cuda"
+    config = ParallelConfig(tensor=tensor, pipeline=pipeline, device=arguments.device)
+    set_cpu_threads(None, None)
+    draw_ids = np.random.default_rng(7)
+    prompts = [draw_ids.integers(10, 300, PROMPT_TOKENS).tolist() for _ in range(PROMPTS)]
+    # Few rows at a time: the working space of a long prompt would be most of the memory of so small a model.
+    settings = EngineSettings(max_batch=PROMPTS, cache_bytes=CACHE_BYTES[arguments.device], prefill_tokens=64)
+    found: dict[str, Any] = {}
+    with join_world(pick_device(arguments.device), config) as world:
+        several = world if world.size > 1 else None
+        cases = [(SMALL_RUN, "float32"), (RUN, "float32"), *([(RUN, "bfloat16")] if on_gpu else [])]
+        for name, dtype in cases:
+            memory = Memory(world.device)
+            started = time.perf_counter()
+            source = Workspace(work / "workspace")
+            loaded = load_model(name, source, device=world.device, dtype=dtype, world=several)
+            texts: list[list[int]] = []
+            if world.is_first:
+                engine = make_engine(loaded, settings)
+                jobs = [engine.submit(Request(ids, NEW_TOKENS)) for ids in prompts]
+                while not all(job.finish for job in jobs):
+                    engine.step()
+                texts = [job.new_ids for job in jobs]
+                world.broadcast(None) if several else None
+            else:
+                follow(loaded)
+            peaks, estimates = world.gather(memory.grown), world.gather(memory.estimates)
+            by_stage = [estimates[0][rank // tensor] for rank in range(world.size)]
+            seconds = time.perf_counter() - started
+            found[dtype] = {"texts": texts, "peaks": peaks, "estimates": by_stage, "seconds": round(seconds, 1)}
+            memory.restore()
+            del loaded
+            engine = None  # type: ignore[assignment]
+            torch.cuda.empty_cache() if on_gpu else None
+        if world.is_first:
+            write_json(Path(arguments.rank_of), found)
+
+
+class Memory:
+    """How much the memory of this process grows until the last step of its engine, and what was estimated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._step, self.grown = device, Engine.step, 0
+        self.estimates: list[RankMemory] = []
+        torch.nn.functional.linear(torch.ones(64, 512), torch.ones(512, 512))  # threads and libraries are there
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._before = self._now()
+
+        def step(engine: Engine) -> list[Job]:
+            if not self.estimates:
+                sizes = loaded_sizes(engine)
+                self.estimates = [rank_memory(engine, sizes, stage) for stage in range(sizes.pipeline)]
+                engine.blocks.keys.zero_()  # a CPU takes pages when they are first written
+                engine.blocks.values.zero_()
+            grown = self._step(engine)
+            self.grown = max(self.grown, self._now() - self._before)
+            return grown
+
+        Engine.step = step  # type: ignore[method-assign, assignment]
+
+    def restore(self) -> None:
+        """Steps are not looked at any more."""
+        Engine.step = self._step  # type: ignore[method-assign]
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return int(psutil.Process().memory_info().rss)
+
+
+def loaded_sizes(engine: Engine) -> MeshSizes:
+    """The layout of an engine."""
+    return engine._mesh.sizes if isinstance(engine, SpreadEngine) else MeshSizes()
+
+
 if __name__ == "__main__":
+    show_log()
     main()

@@ -239,6 +239,10 @@ def test_a_cut_or_damaged_file_is_bad_input_and_leaves_no_workspace(make, tokeni
         with pytest.raises(BadInputError, match=r"bad\.gguf"):
             import_gguf(bad, workspace, "back")
         assert not workspace.root.exists()
+    kinds = whole.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8  # behind two types
+    bad.write_bytes(whole[:kinds] + (1 << 50).to_bytes(8, "little") + whole[kinds + 8 :])
+    with pytest.raises(BadInputError, match=r"bad\.gguf is not a whole GGUF file .*it ends inside a field"):
+        import_gguf(bad, workspace, "back")
     for number in range(20):
         place = draw.randrange(24, 1000)
         bad.write_bytes(whole[:place] + draw.randbytes(8) + whole[place + 8 :])

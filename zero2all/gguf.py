@@ -140,8 +140,16 @@ def import_gguf(path: Path, workspace: Workspace, name: str, **options: Any) -> 
     """Make the run `name` at step 0 from a GGUF file; `options`: those of `import_folder`. f32, f16 and bf16 come
     exactly, quantised weights as the values they stand for."""
     library = _library()
+
+    class Reader(library.GGUFReader):  # type: ignore[name-defined]
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            """Without this, a damaged length of an array is counted to its end behind that of the file."""
+            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError(f"it ends inside a field at byte {offset:,}")
+            return super()._get(offset, dtype, count, override_order)
+
     try:
-        reader = library.GGUFReader(path)
+        reader = Reader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
         config = _hf_config(fields, {one.name for one in reader.tensors})
         tokenizer_json, tokenizer_config, template = _tokenizer_files(fields)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.ports import free_port
 from zero2all.common.errors import UsageError
@@ -29,6 +30,23 @@ spread.SpreadEngine.make_forward = noted
 from zero2all.cli.main import main
 sys.exit(main())
 """
+EMBED = """
+import json, os, sys
+job = json.loads(sys.argv[1])
+os.environ.update(job["environment"])
+from zero2all.infer.job import Request
+from zero2all.infer.load import load_model
+from zero2all.infer.spread import lead_or_follow, make_engine
+def load(world):
+    return load_model(sys.argv[2], device=world.device, world=world)
+def command(world):
+    engine = make_engine(load(world))
+    made = engine.submit(Request(list(range(5, 45)), 0, pools=True))
+    while made.finish is None:
+        engine.step()
+    print(json.dumps({"pooled": made.pooled.tolist()}))
+sys.exit(lead_or_follow(int(sys.argv[4]), int(sys.argv[6]), "cpu", load, command))
+"""
 TEXTS = ["The capital", "中国的首都", "a", "The capital of France is Paris. The capital of"]
 
 
@@ -36,7 +54,7 @@ TEXTS = ["The capital", "中国的首都", "a", "The capital of France is Paris.
 def ranks(start):
     """Run `z2a WORDS` in ranks of this layout; what each printed."""
 
-    def run(tensor, pipeline, *words):
+    def run(tensor, pipeline, *words, code=RANK):
         count, port = tensor * pipeline, free_port()
         shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         layout = ("--parallel.tensor", tensor, "--parallel.pipeline", pipeline)
@@ -44,7 +62,7 @@ def ranks(start):
         for rank in range(count):
             own = {**shared, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
             job = {"environment": {name: str(value) for name, value in own.items()}, "rank": rank}
-            programs.append(start(json.dumps(job), *words, *layout, code=RANK))
+            programs.append(start(json.dumps(job), *words, *layout, code=code))
         codes = [program.wait() for program in programs]
         texts = [program.text() for program in programs]
         assert set(codes) == {0}, "\n".join(texts)
@@ -79,12 +97,23 @@ def test_ranks_write_what_one_process_writes(trained_workspace, tmp_path, ranks,
     for text in said:
         (cache,) = (each["cache"] for each in json_lines(text) if "cache" in each)
         assert (cache[0], cache[3]) == (layers // pipeline, max(1, kv_heads // tensor))
+    assert f"A rank of stage {pipeline} needs 0.00" in said[0]
     assert not any("text" in each for text in said[1:] for each in json_lines(text)), "only rank 0 speaks"
+
+
+def test_ranks_give_the_embedding_of_one_process(trained_workspace, ranks):
+    model = load_model("tiny", trained_workspace, device="cpu").model
+    said = ranks(2, 2, trained_workspace.run("tiny"), code=EMBED)
+    (found,) = (each["pooled"] for each in json_lines(said[0]))
+    assert found == pytest.approx(model(torch.arange(5, 45)[None])[0].mean(dim=0).tolist(), abs=1e-5)
 
 
 def test_a_model_that_does_not_fit_says_over_how_many_ranks_it_would(trained_workspace, monkeypatch):
     monkeypatch.setattr(load, "available_memory", lambda: 400_000)
     with pytest.raises(UsageError, match=r"tiny needs 0.6 MB .* has 0.4 MB.* --parallel.tensor 2"):
+        load_model("tiny", trained_workspace, device="cpu")
+    monkeypatch.setattr(load, "_layout_problems", lambda _, sizes: ["no tensor ranks"] * (sizes.tensor > 1))
+    with pytest.raises(UsageError, match=r"Spread it over 2 GPUs: --parallel.pipeline 2"):
         load_model("tiny", trained_workspace, device="cpu")
     monkeypatch.setattr(load, "available_memory", lambda: 1000)
     with pytest.raises(UsageError, match="Use a larger machine"):

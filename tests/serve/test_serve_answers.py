@@ -1,6 +1,7 @@
 """What clients of OpenAI's own library get: texts, streams, choices, log probabilities, usage."""
 
 import math
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 
 from zero2all.cli.main import build_parser
 from zero2all.evals.scorer import Question, score_questions
-from zero2all.infer.engine import Engine
+from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import ChosenToken, Request
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.text import Piece, TextRequest, stream
+from zero2all.infer.text import Piece, TextJob, TextRequest, stream
 from zero2all.serve.answers import CompletionAnswer
 from zero2all.serve.wire import Call
 
@@ -259,3 +260,70 @@ def test_the_model_is_listed_with_its_facts_and_the_sampling_of_the_terminal(cli
     assert client.models.retrieve("tiny").model_dump()["z2a"] == facts
     typed = vars(build_parser().parse_args(["chat"]))
     assert {name: typed[name.replace("max_tokens", "max_new_tokens")] for name in CHAT_SAMPLING} == CHAT_SAMPLING
+
+
+def test_embeddings_are_means_of_the_last_hidden_states_in_any_form_and_batch(client, served, loaded):
+    texts = [PROMPT, "Hello", "中国的首都是", "x" * 700, "Hello"] * 5  # more than the engine takes at once
+    found = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+    plain = client.embeddings.create(model="tiny", input=texts[:3], encoding_format="float")
+    rows = [[loaded.tokenizer.begin_id, *loaded.tokenizer.encode_text(text)] for text in texts]
+    assert (found.usage.prompt_tokens, found.usage.total_tokens) == (sum(map(len, rows)),) * 2
+    assert [each.index for each in found.data] == list(range(len(texts)))
+    for row, each in zip(rows, found.data, strict=True):
+        with torch.no_grad():
+            mean = loaded.model(torch.tensor([row]))[0].mean(dim=0)
+        assert each.embedding == pytest.approx((mean / mean.norm()).tolist(), abs=1e-5)
+    assert [each.embedding for each in plain.data] == [pytest.approx(each.embedding) for each in found.data[:3]]
+    assert client.embeddings.create(model="tiny", input=rows[2]).data[0].embedding == pytest.approx(
+        found.data[2].embedding, abs=1e-6
+    )
+    assert served.model.stats()["cache"]["free"] == served.model.stats()["cache"]["blocks"]
+
+
+def test_an_embedding_that_gave_its_memory_to_an_older_text_is_computed_again(loaded: LoadedModel):
+    engine = Engine(loaded, EngineSettings(max_len=64, cache_bytes=6 * 16 * 2 * 16 * 4, prefill_tokens=2))
+    writer = engine.submit(Request([5] * 15, 40))
+    while not writer.new_ids:
+        engine.step()
+    row = [1 + number % 250 for number in range(48)]
+    job, done = engine.submit(Request(row, 0, pools=True)), []
+    while job.finish is None:
+        engine.step()
+        done.append(job.done)
+    assert done != sorted(done), "it was not sent back"
+    with torch.no_grad():
+        mean = loaded.model(torch.tensor([row]))[0].mean(dim=0)
+    assert job.pooled.tolist() == pytest.approx(mean.tolist(), abs=1e-5)
+
+
+def test_a_text_that_was_half_read_has_no_embedding(loaded: LoadedModel):
+    engine = Engine(loaded, EngineSettings(prefill_tokens=2))
+    job = TextJob(engine, TextRequest([5] * 20, 0, pools=True))
+    engine.step()
+    engine.cancel(job.job)
+    piece = job.read()
+    assert piece is not None
+    assert (job.job.pooled is None, piece.finish, piece.pooled) == (False, "cancelled", None)
+
+
+def test_best_of_answers_with_the_texts_of_the_largest_mean_log_probability(client, loaded):
+    asked = {"temperature": 1.0, "seed": 5, "max_tokens": 6}
+    for prompt in (PROMPT, [PROMPT, "Hello"]):
+        drawn = complete(client, prompt, n=6, logprobs=0, **asked).choices
+        means = [statistics.fmean(choice.logprobs.token_logprobs) for choice in drawn]
+        best = complete(client, prompt, n=2, best_of=6, echo=True, **asked)
+        wanted = [
+            drawn[index].text
+            for first in range(0, len(drawn), 6)
+            for index in sorted(range(first, first + 6), key=lambda index: -means[index])[:2]
+        ]
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        assert [choice.text for choice in best.choices] == [
+            prompts[place // 2] + text for place, text in enumerate(wanted)
+        ]
+        assert [choice.index for choice in best.choices] == list(range(len(wanted)))
+        assert best.choices[0].logprobs is None
+        assert best.usage.completion_tokens == 6 * len(drawn), "what was drawn and not kept counts"
+    with_logprobs = complete(client, n=1, best_of=6, logprobs=1, **asked).choices[0].logprobs
+    assert statistics.fmean(with_logprobs.token_logprobs) == pytest.approx(max(means[:6]), abs=1e-5)
+    assert len(complete(client, best_of=1, stream=False, **asked).choices) == 1

@@ -82,10 +82,37 @@ def test_completions_refuse_what_they_do_not_understand(served):
         ({"grammar": "x", "response_format": {"type": "json_object"}}, "grammar", "give one of them"),
         ({"grammar": "root ::= ("}, None, "cannot be followed"),
         ({"grammar": "#" * 20_000}, None, "at most 16,384"),
+        ({"n": 3, "best_of": 2}, "best_of", "at least n, which is 3"),
+        ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
+        ({"best_of": 100, "prompt": ["a", "b"]}, "n", "more than 128"),
     ):
         error = refused(served, COMPLETIONS, {"prompt": "a", "max_tokens": 1, **fields})
         assert words in error["message"]
         assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+def test_embeddings_refuse_what_they_do_not_understand_and_name_the_text(served):
+    for fields, param, words in (
+        ({"input": None}, "input", "got nothing"),
+        ({"input": {"text": "a"}}, "input", "expected text"),
+        ({"input": ["a", None]}, "input", "expected text"),
+        ({"input": ["a", 5]}, "input", "expected text"),
+        ({"input": []}, "input", "no list is empty"),
+        ({"input": [[5], []]}, "input", "no list is empty"),
+        ({"input": [5.0]}, "input", "whole numbers"),
+        ({"input": [[5], [10**6]]}, None, "input[1]: The prompt has the token id 1000000"),
+        ({"input": ["a", "x" * MAX_LEN]}, None, f"input[1]: The prompt has {MAX_LEN + 1:,} tokens"),
+        ({"input": ["a"] * 2049}, "input", "at most 2,048"),
+        ({"input": ["a" * 700_000] * 2}, "input", "fewer texts"),
+        ({"encoding_format": "hex"}, "encoding_format", "float, base64"),
+        ({"encoding_format": ["float"]}, "encoding_format", "float, base64"),
+        ({"dimensions": 16}, "dimensions", "have 32"),
+        ({"stream": True}, "stream", "a field of this route"),
+    ):
+        error = refused(served, "/v1/embeddings", {"input": "a", **fields})
+        assert words in error["message"]
+        assert error["param"] == param
+    assert refused(served, "/detokenize", {"tokens": [[5], [6]]})["param"] == "tokens"
 
 
 def test_chats_refuse_what_they_do_not_understand(served):
@@ -166,7 +193,7 @@ CROSS = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "cors"}
 
 def test_other_routes_methods_bodies_hosts_and_sites_are_refused(served):
     for method, path, headers, status, words in (
-        ("GET", "/v1/embeddings", {}, 404, ""),
+        ("GET", "/v1/images", {}, 404, ""),
         ("GET", COMPLETIONS, {}, 405, "POST"),
         ("POST", COMPLETIONS, {"Content-Type": "text/plain"}, 415, "application/json"),
         ("GET", "/v1/models", {"Host": "evil.example"}, 421, ""),
@@ -196,6 +223,7 @@ def bodies(names: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 CALLS = {wire.completion_call: wire.COMPLETION_FIELDS, wire.chat_call: wire.CHAT_FIELDS}
+CALLS[lambda body, loaded, _: wire.embedding_call(body, loaded.model.config.hidden_size)] = wire.EMBEDDING_FIELDS
 
 
 @pytest.mark.parametrize(("read", "names"), CALLS.items())

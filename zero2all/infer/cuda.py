@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
+from zero2all.infer.forward import wide_logits
 from zero2all.infer.weights import Int8Weight, LayerWeights, Weight, Weights
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.precision import widened
@@ -234,9 +235,7 @@ class CudaDecoder:
 
     def _logits(self, normed: Tensor) -> Tensor:
         head = self.weights.head
-        if isinstance(head, Tensor) and head.dtype == torch.bfloat16 and head.is_cuda:
-            return torch.mm(normed, head.T, out_dtype=torch.float32)
-        return self._matmul(normed, head).float()
+        return wide_logits(normed, head) if isinstance(head, Tensor) else self._matmul(normed, head).float()
 
     def _attend(self, bucket: _Bucket, layer: int, qkv: Tensor) -> Tensor:
         config = self.weights.config

@@ -86,6 +86,7 @@ class Engine:
         config, self.device = loaded.model.config, loaded.device
         on_gpu = self.device.type == "cuda"
         mesh = loaded.world and loaded.world.mesh
+        self.model_config = config
         self._model, weights = loaded.model, weights_of(loaded.model, mesh.tensor.size if mesh else 1)
         if settings.int8:
             weights = quantise(weights)
@@ -246,10 +247,11 @@ class Engine:
         length, vocabulary = request.prompt_tokens, config.vocab_ids
         if not request.ids:
             raise UsageError("The prompt has no tokens; give at least one.")
-        if request.max_new_tokens < 1 and (request.score_from is None or len(request.ids) <= request.score_from):
+        is_scored = request.score_from is not None and len(request.ids) > request.score_from
+        if request.max_new_tokens < 1 and not is_scored and not request.pools:
             raise UsageError("There is nothing to do: the request generates no token and scores none.")
         # The last token of a text that is only scored is never fed to the model.
-        if length >= self.max_len + (0 if request.max_new_tokens else 2):
+        if length >= self.max_len + (0 if request.max_new_tokens else 1 if request.pools else 2):
             raise self.too_long(f"{length:,}")
         wrong = next((number for number in request.ids if not 0 <= number < vocabulary), None)
         if wrong is not None:
@@ -298,6 +300,8 @@ class Engine:
 
     def _reusable(self, job: Job) -> int:
         """Tokens that need not be computed if their keys and values are known: what predicts a wanted token must."""
+        if job.request.pools:
+            return 0
         last, start = job.goal - 1, job.request.score_from
         return last if start is None or job.is_scored else min(last, start - 1)
 
@@ -316,13 +320,18 @@ class Engine:
         ends, end = {}, 0
         for job, count in rows:
             end += count
+            if job.request.pools:
+                found = self.forward.on_all_ranks(hidden[end - count : end].float().sum(dim=0))
+                job.pooled = found if job.pooled is None else job.pooled + found
             job.done += count
             self._note_full_blocks(job)
             if job.done == job.goal:
                 ends[job] = end - 1
         scored = [job for job in ends if not job.request.max_new_tokens]
         for job in scored:
-            self._end(job, "length")
+            if job.pooled is not None:
+                job.pooled /= len(job.ids)
+            self._end(job, "stop" if job.request.pools else "length")
         ready = [job for job in ends if job.request.max_new_tokens]
         if not ready:
             return scored
@@ -514,7 +523,7 @@ class Engine:
         self.pool.release(job.blocks)
         self.running.remove(job)
         self._changes += 1
-        job.blocks, job.done, job.noted = [], 0, 0
+        job.blocks, job.done, job.noted, job.pooled = [], 0, 0, None
         job.keys = block_keys(job.ids, job.keys)
         if not job.is_scored:
             job.scores.clear()

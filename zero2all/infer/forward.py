@@ -140,7 +140,7 @@ class Forward:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, C) -> (N, V) in float32."""
-        return project(hidden, self.weights.head, None).float()
+        return wide_logits(hidden, self.weights.head)
 
     def trunk(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """From ids (N,) to the last norm (N, C)."""
@@ -170,6 +170,10 @@ class Forward:
         """The second matrix of a pair, whose columns tensor ranks share."""
         return project(x, weight, bias)
 
+    def on_all_ranks(self, values: Tensor) -> Tensor:
+        """What was computed from hidden states."""
+        return values
+
     def end(self, x: Tensor, branch: Tensor | None, rms_norm: RmsNormOp) -> Tensor:
         """After the last block: normalised hidden states (N, C)."""
         return rms_norm(x, branch, self.weights.norm, self.weights.config.rms_norm_eps)[0]
@@ -182,6 +186,13 @@ class Forward:
         assert layer.down is not None
         inner = self.weights.ops.swiglu(project(x, layer.gate_up_pairs, layer.gate_up_bias))
         return self.second(inner, layer.down, layer.down_bias)
+
+
+def wide_logits(hidden: Tensor, head: Weight) -> Tensor:
+    """(N, C) -> (N, V), not rounded to bfloat16 on a GPU: two likely ids would often come out equal."""
+    if isinstance(head, Tensor) and head.is_cuda and hidden.dtype == head.dtype == torch.bfloat16:
+        return torch.mm(hidden, head.T, out_dtype=torch.float32)
+    return project(hidden, head, None).float()
 
 
 def _are_neighbours(table: Tensor) -> bool:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from zero2all.infer.sampling import Sampling
 
 
@@ -26,6 +28,8 @@ class Request:
     """Ids that end the text, beside those of the tokenizer."""
     grammar: tuple[str, str] | None = None
     """Its kind and text, which the new tokens follow (see `grammar`)."""
+    pools: bool = False
+    """The mean of the last hidden states of all ids is wanted, and no new token."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,6 +79,8 @@ class Job:
     """For each scored token, how many ids are likelier at its place."""
     scored: list[ChosenToken] = field(default_factory=list)
     """The scored tokens with the likeliest ones at their places, where alternatives were asked for."""
+    pooled: Tensor | None = None
+    """The sum of the last hidden states so far (C,); at the end their mean."""
     finish: str | None = None
     error: str = ""
     """Why its grammar could not be followed any further."""
@@ -89,7 +95,7 @@ class Job:
     @property
     def goal(self) -> int:
         """Tokens to compute before the next one can be chosen. Scoring needs nothing after the last token."""
-        return len(self.ids) if self.request.max_new_tokens else len(self.ids) - 1
+        return len(self.ids) if self.request.max_new_tokens or self.request.pools else len(self.ids) - 1
 
     @property
     def is_scored(self) -> bool:

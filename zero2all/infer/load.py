@@ -7,6 +7,7 @@ device asked for as it comes from the disk, so that nothing is held twice.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from zero2all.model.z2all import Z2all
 from zero2all.ops.config import OpsConfig
 from zero2all.ops.implementation import OpContext
 from zero2all.ops.registry import resolve
-from zero2all.parallel.config import ParallelConfig
+from zero2all.parallel.config import MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.parameter_table import held_table, init_weights, layout_table, model_parts, router_biases
@@ -201,7 +202,7 @@ def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype
         checkpoint = read_checkpoint(folder)
         check_bytes(checkpoint, (INDEX_NAME, STATE_NAME))
         filled.clear()  # a damaged one is given up before memory is taken for the next
-        _require_room(run.name, _at(checkpoint, config).model, device, dtype)
+        _require_room(run.name, _at(checkpoint, config), device, dtype)
         lora = config.finetune.lora
         wide = torch.float32 if lora.rank else dtype  # W + scale B A is rounded once
         model = empty_model(_at(checkpoint, config).model, READY_OPS, device, wide)
@@ -227,17 +228,47 @@ def _run_weights(run: Path, step: Step, device: torch.device, dtype: torch.dtype
         return _loaded_run(run, checkpoint, _at(checkpoint, config), model, tokenizer.result())
 
 
-def _require_room(name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """UsageError where the weights do not fit, with the number of ranks over which they do."""
-    needed = parameter_counts(config)["total"] * dtype.itemsize
+def stage_without_values(config: ModelConfig, dtype: torch.dtype, sizes: MeshSizes, stage: int) -> Z2all:
+    """What a rank of a pipeline stage has of a model, for estimates: its tensor ranks have equally many values."""
+    mesh = Mesh(sizes, stage * sizes.tensor)
+    return empty_model(config, READY_OPS, torch.device("meta"), dtype, mesh)
+
+
+def _most_weights(config: ModelConfig, dtype: torch.dtype, sizes: MeshSizes) -> int:
+    """Bytes of the weights of the rank that has most."""
+    stages = [stage_without_values(config, dtype, sizes, stage) for stage in range(sizes.pipeline)]
+    return max(sum(each.nbytes for each in stage.parameters()) for stage in stages)
+
+
+def _require_room(
+    name: str, config: RunConfig, device: torch.device, dtype: torch.dtype, world: World | None = None
+) -> None:
+    """UsageError where the weights do not fit, with a layout in which they do."""
+    needed = parameter_counts(config.model)["total"] * dtype.itemsize
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if world is not None:
+        needed, free = _most_weights(config.model, dtype, world.mesh.sizes), min(world.gather(free))
     if needed <= free:
         return
-    ranks = next((n for n in (2, 4, 8, 16, 32, 64) if config.heads % n == 0 and needed / n < 0.9 * free), None)
-    remedy = f"Spread it over {ranks} GPUs: --parallel.tensor {ranks}." if ranks else "Use a larger machine."
+    remedy = "Use a larger machine."
+    for pipeline, tensor in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16, 32, 64)):
+        asked = MeshSizes(pipeline=pipeline, tensor=tensor)
+        if not _layout_problems(config, asked) and _most_weights(config.model, dtype, asked) < 0.9 * free:
+            words = " ".join(
+                f"--parallel.{axis} {n}" for axis, n in (("tensor", tensor), ("pipeline", pipeline)) if n > 1
+            )
+            remedy = f"Spread it over {pipeline * tensor} GPUs: {words}."
+            break
     raise UsageError(
         f"{name} needs {needed / 1e6:,.1f} MB for its weights; {device} has {free / 1e6:,.1f} MB. {remedy}"
     )
+
+
+def _layout_problems(config: RunConfig, sizes: MeshSizes) -> list[str]:
+    """Why a model cannot be spread so for inference."""
+    parallel = ParallelConfig(tensor=sizes.tensor, pipeline=sizes.pipeline, copy_kv_heads=True)
+    asked = dataclasses.replace(config, parallel=parallel, ops=OpsConfig(), optim=OptimConfig())
+    return [*tensor_problems(asked, sizes), *pipeline_problems(asked, sizes)]
 
 
 def _part(run: Path, step: Step, dtype: torch.dtype, world: World) -> LoadedModel:
@@ -246,9 +277,7 @@ def _part(run: Path, step: Step, dtype: torch.dtype, world: World) -> LoadedMode
     config, mesh = load_run_config(run), world.mesh
     if config.finetune.lora.rank:
         raise UsageError(f"{run.name} has adapters, which are merged on one device only: z2a export, then z2a import.")
-    parallel = ParallelConfig(tensor=mesh.sizes.tensor, pipeline=mesh.sizes.pipeline, copy_kv_heads=True)
-    asked = dataclasses.replace(config, parallel=parallel, ops=OpsConfig(), optim=OptimConfig())
-    for problem in (*tensor_problems(asked, mesh.sizes), *pipeline_problems(asked, mesh.sizes)):
+    for problem in _layout_problems(config, mesh.sizes):
         raise UsageError(problem)
     at: int | None = world.gather(chosen_step(run, step))[0]
     checkpoint = find_newest(run, world, None) if at is None else open_at(run, at, world)
@@ -256,6 +285,7 @@ def _part(run: Path, step: Step, dtype: torch.dtype, world: World) -> LoadedMode
         require_checkpoint(run, None)
         raise AssertionError("it has none")
     config = _at(checkpoint, config)
+    _require_room(run.name, config, world.device, dtype, world)
     model = empty_model(config.model, READY_OPS, world.device, dtype, mesh)
     holders = dict(model.named_parameters())
     parts = {

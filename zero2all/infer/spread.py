@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zero2all.common.errors import UsageError, UserError, for_all_ranks
+from zero2all.common.progress import say
 from zero2all.infer.boundary import Vocabulary
-from zero2all.infer.cache import KeyValueBlocks
+from zero2all.infer.cache import KeyValueBlocks, block_bytes
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Forward
 from zero2all.infer.job import Job, Request, Scores
-from zero2all.infer.load import LoadedModel
+from zero2all.infer.load import LoadedModel, stage_without_values
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.weights import Weight, Weights, project
+from zero2all.infer.weights import (
+    LEAST_PACKED,
+    Int8Weight,
+    PackedWeight,
+    Weight,
+    Weights,
+    matrices_of,
+    project,
+    weights_of,
+)
 from zero2all.ops.precision import widened
 from zero2all.ops.rms_norm import RmsNormOp
-from zero2all.parallel.config import DeviceKind, ParallelConfig
+from zero2all.parallel.config import DeviceKind, MeshSizes, ParallelConfig
 from zero2all.parallel.device import pick_device, set_cpu_threads
 from zero2all.parallel.mesh import Mesh
 from zero2all.parallel.reduce import gather_into
@@ -81,6 +91,12 @@ class SpreadForward(Forward):
         dist.send(x.contiguous(), self._stage_ranks[self._stages.rank + 1], group=self._stages.group)
         return x
 
+    def on_all_ranks(self, values: Tensor) -> Tensor:
+        """Those of the last stage."""
+        if self._stages.group is not None:
+            dist.broadcast(values, self._stage_ranks[-1], group=self._stages.group)
+        return values
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, V) in float32, the same on every rank."""
         config, ranks = self.weights.config, self._tensor.size
@@ -94,9 +110,7 @@ class SpreadForward(Forward):
                 gather_into(of_ranks.view(-1), own.contiguous().view(-1), group=self._tensor.group)
                 own = of_ranks.transpose(0, 1).flatten(1)
             found = own[:, : config.vocab_ids].contiguous()
-        if self._stages.group is not None:
-            dist.broadcast(found, self._stage_ranks[-1], group=self._stages.group)
-        return found
+        return self.on_all_ranks(found)
 
 
 def mirrored(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,6 +146,12 @@ class SpreadEngine(Engine):
         self._jobs: dict[int, Job] = {}
         self._mesh = loaded.world.mesh
         super().__init__(loaded, settings, vocabulary)
+        for stage in range(self._mesh.pipeline.size if self._orders.is_first else 0):
+            found = rank_memory(self, self._mesh.sizes, stage)
+            say(
+                f"A rank of stage {stage + 1} needs {sum(found) / 1e9:.3f} GB: weights {found.weights / 1e9:.3f}, "
+                f"keys and values {found.cache / 1e9:.3f}, working space up to {found.working / 1e9:.3f}"
+            )
 
     def make_forward(self, weights: Weights) -> Forward:
         """Passes that communicate."""
@@ -196,6 +216,36 @@ class SpreadEngine(Engine):
     @mirrored
     def _distributions(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
         return super().distributions(rows)
+
+
+class RankMemory(NamedTuple):
+    """Bytes that a rank needs of its device; CUDA's context and the buffers of NCCL come on top."""
+
+    weights: int
+    """With what the engine makes of them: 8 bits, second copies for a CPU."""
+    cache: int
+    working: int
+    """Of the largest pass."""
+
+
+def rank_memory(engine: Engine, sizes: MeshSizes, stage: int) -> RankMemory:
+    """The estimate for each rank of a pipeline stage, from the shapes of the model."""
+    own, dtype = engine.forward.weights, engine.blocks.keys.dtype
+    model = stage_without_values(engine.model_config, dtype, sizes, stage)
+    part = weights_of(model, sizes.tensor)
+    matrices = [each for each in matrices_of(part) if isinstance(each, Tensor)]
+    weights = sum(each.nbytes for each in (*model.parameters(), model.cos, model.sin))
+    if engine.model_config.embedding_norm:
+        weights += part.embedding.nbytes
+    if isinstance(own.layers[0].qkv, Int8Weight):
+        weights += sum(each.numel() + 4 * len(each) - each.nbytes for each in matrices)
+    elif any(isinstance(each, PackedWeight) for each in matrices_of(own)):
+        weights += sum(each.nbytes for each in matrices if each.numel() >= LEAST_PACKED)
+    config = part.config
+    width = max((4 * config.heads + 6 * config.kv_heads) * config.head_size, 3 * config.intermediate_size)
+    rows = engine.prefill_tokens * (width + 3 * config.hidden_size) * dtype.itemsize
+    logits = 3 * 4 * engine.max_batch * config.vocab_rows
+    return RankMemory(weights, (engine.pool.total + 1) * block_bytes(config, dtype), max(rows, logits))
 
 
 def make_engine(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import codecs
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.infer.boundary import heal, opening_id
@@ -37,6 +40,8 @@ class TextRequest:
     """What the answer follows: json, regex or gbnf, and its text (see `grammar`)."""
     score_prompt: bool = False
     """With `logprobs`: those of the prompt too, and of the token that ends the answer. Then nothing need be written."""
+    pools: bool = False
+    """The mean of the last hidden states of the prompt, and no answer."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,11 @@ class Piece:
     error: str = ""
     usage: Usage | None = None
     """In the last piece."""
+    mean_logprob: float = -math.inf
+    """In the last piece: of the tokens that were written and the one that ended the text, where log probabilities were
+    asked for."""
+    pooled: Tensor | None = None
+    """The mean of the last hidden states, where it was asked for."""
 
 
 class TextJob:
@@ -102,11 +112,15 @@ class TextJob:
             self._engine.cancel(job)
         usage = self._usage(end) if finish is not None else None
         choices = job.choices[first:end]
+        written = [*job.choices[:end], *([job.ending] if job.ending and end == len(job.new_ids) else [])]
+        likely = statistics.fmean(each.logprob for each in written) if finish is not None and written else -math.inf
         if self.request.score_prompt:
             begin = [] if self._has_begun else [ChosenToken(job.request.ids[0], math.nan), *job.scored]
             choices = [*begin, *choices, *([job.ending] if self.is_done and job.ending else [])]
             self._has_begun = True
-        return Piece(text, tuple(job.new_ids[first:end]), tuple(choices), finish, job.error, usage)
+        new = tuple(job.new_ids[first:end])
+        pooled = job.pooled if finish == "stop" else None  # else a sum of some tokens
+        return Piece(text, new, tuple(choices), finish, job.error, usage, likely, pooled)
 
     def _usage(self, new_tokens: int) -> Usage:
         job, prompt = self.job, self.job.request.prompt_tokens
@@ -164,12 +178,12 @@ def engine_request(engine: Engine, request: TextRequest) -> Request:
         ids = [opening_id(engine.tokenizer), *engine.tokenizer.encode_text(request.prompt)]
     room = max(1, engine.max_len - len(ids) - len(given_back))
     most = room if request.max_new_tokens is None else request.max_new_tokens
-    if most < 1 and not request.score_prompt:
+    if most < 1 and not request.score_prompt and not request.pools:
         raise UsageError(f"max_new_tokens is {most}; it must be at least 1.")
     start = 1 if request.score_prompt else None
     prepared = Request(
         ids, min(most, room), request.sampling, given_back, request.logprobs, start, frozenset(request.end_ids),
-        request.grammar,
+        request.grammar, request.pools,
     )  # fmt: skip
     engine.check(prepared)
     if request.grammar is not None:

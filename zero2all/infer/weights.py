@@ -76,6 +76,12 @@ def weights_of(model: Z2all, tensor_ranks: int = 1) -> Weights:
     return Weights(config, model.ops, embedding, layers, norm, head, model.cos, model.sin)
 
 
+def matrices_of(weights: Weights) -> list[Weight | None]:
+    """Those that tokens are multiplied with, but for experts."""
+    layers = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
+    return [*layers, weights.head]
+
+
 def _layer(block: Block) -> LayerWeights:
     attention, feed_forward = block.attention, block.feed_forward
     norm = attention.qk_norm
@@ -135,8 +141,7 @@ class PackedWeight:
 
 def packed_for_cpu(weights: Weights, free_bytes: int) -> Weights:
     """The same with packed copies, where torch has oneDNN and there is memory for them; else as it was."""
-    plain = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
-    tensors = [each for each in (*plain, weights.head) if isinstance(each, Tensor)]
+    tensors = [each for each in matrices_of(weights) if isinstance(each, Tensor)]
     has_packing = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     is_wide = all(each.dtype == torch.float32 for each in tensors)
     if not tensors or not is_wide or not has_packing or 2 * sum(each.nbytes for each in tensors) > free_bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import codecs
 import contextlib
 import dataclasses
@@ -14,13 +15,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from zero2all.common import jsonio
 from zero2all.infer.job import ChosenToken
 from zero2all.infer.service import Service, ServiceEndedError, Ticket
 from zero2all.infer.text import Piece
 from zero2all.infer.tools import Written
 from zero2all.serve.metrics import Metrics
-from zero2all.serve.wire import Call
+from zero2all.serve.wire import Call, RefusedError
 from zero2all.tokenizer.load import Tokenizer
 
 
@@ -44,8 +47,19 @@ class Answer:
     def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
         """The answer in one object; `pieces` has everything of each choice."""
         self._ends.update(pieces)
-        choices = [self.choice(index, self._with_echo(index, piece)) for index, piece in sorted(pieces.items())]
+        kept = enumerate(self._kept(pieces))
+        choices = [{**self.choice(at, self._with_echo(at, pieces[at])), "index": place} for place, at in kept]
         return {**self._head(self.whole_object), "choices": choices, "usage": self.usage()}
+
+    def _kept(self, pieces: Mapping[int, Piece]) -> list[int]:
+        """The choices that are answered; for `best_of` the likeliest of each prompt, the best first."""
+        n, found = self.call.n, list[int]()
+        for first in range(0, len(pieces), n):
+            each: Sequence[int] = range(first, first + n)
+            if self.call.kept < n:
+                each = sorted(each, key=lambda index: pieces[index].mean_logprob, reverse=True)[: self.call.kept]
+            found += each
+        return found
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """The next part of one choice."""
@@ -112,7 +126,7 @@ class CompletionAnswer(Answer):
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
         """Its text."""
-        logprobs = None if self.call.requests[index].logprobs is None else self._logprobs(index, piece)
+        logprobs = self._logprobs(index, piece) if self.call.shows_logprobs else None
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 
     part = choice
@@ -212,6 +226,27 @@ def _with_id(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
+class EmbeddingAnswer(Answer):
+    """Of /v1/embeddings: means of hidden states, scaled to length 1."""
+
+    id_prefix = "embd"
+
+    def whole(self, pieces: Mapping[int, Piece]) -> dict[str, Any]:
+        """A vector for each text."""
+        found = [piece.pooled for _, piece in sorted(pieces.items()) if piece.pooled is not None]
+        if len(found) < len(pieces):
+            raise RefusedError(503, "The server ended before all texts were read.", code="draining")
+        vectors = torch.nn.functional.normalize(torch.stack(found).cpu(), dim=1)
+        if not vectors.isfinite().all():
+            raise RefusedError(500, "Hidden states of this model are not finite: try another --dtype.", code="overflow")
+        rows = vectors.numpy().astype("<f4", copy=False)
+        values = [base64.b64encode(row.data).decode() if self.call.as_base64 else row.tolist() for row in rows]
+        data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(values)]
+        tokens = sum(piece.usage.prompt_tokens for piece in pieces.values() if piece.usage is not None)
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+
+
 # What the engine writes for one HTTP request: from the engine's thread into the event loop.
 #
 # The engine must not wait for clients, and a loop that is woken for every token of every client takes the interpreter
@@ -266,13 +301,16 @@ class Generations:
         self._news, self._ended = asyncio.Event(), asyncio.Event()
         self._is_noted = not call.stream  # without a stream only the end matters
         self._has_begun = False
-        self._left = len(call.requests)
         self._tickets: list[Ticket] = []
+        self._left, self._at_once = 0, call.at_once or len(call.requests)
 
     def submit(self) -> None:
-        """Hand all of them in; where one is refused, none runs."""
+        """Hand the next ones in; where one is refused, none runs."""
+        first = len(self._tickets)
+        portion = self._requests[first : first + self._at_once]
+        self._left = len(portion)
         try:
-            for index, request in enumerate(self._requests):
+            for index, request in enumerate(portion, first):
                 self._tickets.append(self._service.submit(request, partial(self._deliver, index)))
         except BaseException:
             self.cancel()
@@ -294,6 +332,10 @@ class Generations:
     async def whole(self) -> list[tuple[int, Piece]]:
         """Everything, once all choices are finished."""
         await self._ended.wait()
+        while len(self._tickets) < len(self._requests):
+            self._ended.clear()
+            self.submit()
+            await self._ended.wait()
         return list(self._arrived)
 
     async def portions(self) -> AsyncIterator[list[tuple[int, Piece]]]:
@@ -340,7 +382,7 @@ def merged(pieces: Sequence[Piece]) -> Piece:
     tokens = tuple(token for piece in pieces for token in piece.tokens)
     choices = tuple(choice for piece in pieces for choice in piece.choices)
     text = "".join(piece.text for piece in pieces)
-    return Piece(text, tokens, choices, last.finish, last.error, last.usage)
+    return dataclasses.replace(last, text=text, tokens=tokens, choices=choices)
 
 
 def by_choice(portion: Sequence[tuple[int, Piece]]) -> dict[int, Piece]:

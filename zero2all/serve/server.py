@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import secrets
 import threading
@@ -35,10 +36,10 @@ from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import PromptTooLongError
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.service import ServiceEndedError
-from zero2all.infer.text import Piece
+from zero2all.infer.text import Piece, engine_request
 from zero2all.infer.tools import TOOLS, call_of, run_call
 from zero2all.serve import wire
-from zero2all.serve.answers import Answer, Bell, ChatAnswer, CompletionAnswer, Generations, by_choice
+from zero2all.serve.answers import Answer, Bell, ChatAnswer, CompletionAnswer, EmbeddingAnswer, Generations, by_choice
 from zero2all.serve.metrics import Metrics
 from zero2all.serve.model import READY, ServedModel, ending
 from zero2all.serve.wire import Call, RefusedError, chat_call, completion_call, read_fields, spelled
@@ -184,6 +185,7 @@ def make_app(
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        Route("/v1/embeddings", api.embeddings, methods=["POST"]),
         Route("/v1/tools/{name}", api.tool, methods=["POST"]),
         *page_routes(files, [name for name in files if name.endswith(".js") and name != "/web/before.js"]),
     ]
@@ -252,6 +254,20 @@ class _ModelApi:
     async def chat_completions(self, request: Request) -> ASGIApp:
         return await self._answer(request, chat_call, ChatAnswer)
 
+    async def embeddings(self, request: Request) -> ASGIApp:
+        def read(body: Any, loaded: LoadedModel, _max_len: int) -> Call:
+            engine = self.model.service.engine
+            call = wire.embedding_call(body, loaded.model.config.hidden_size)
+            for place, each in enumerate(call.requests):  # all are checked before the first is computed
+                try:
+                    call.requests[place] = dataclasses.replace(each, prompt=engine_request(engine, each).ids)
+                except UserError as error:
+                    error.args = (f"input[{place}]: {error}",)
+                    raise
+            return dataclasses.replace(call, at_once=engine.max_batch)
+
+        return await self._answer(request, read, EmbeddingAnswer)
+
     async def _answer(self, request: Request, read: Read, form: type[Answer]) -> ASGIApp:
         body = await read_body(request)
         service, loaded = self.model.require_free(), self.model.loaded
@@ -297,7 +313,10 @@ class _Reply:
             self.generations.cancel()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces = by_choice(await self.generations.whole())
+        try:
+            pieces = by_choice(await self.generations.whole())
+        except ServiceEndedError:
+            raise ending() from None
         for piece in pieces.values():
             _require_success(piece)
         await _json(self.answer.whole(pieces))(scope, receive, send)

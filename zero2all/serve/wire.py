@@ -124,12 +124,12 @@ def functions(value: Any) -> list[dict[str, Any]]:
     return list(value)
 
 
-def prompts(value: Any) -> list[str | list[int]]:
+def prompts(value: Any, most: int = MAX_CHOICES) -> list[str | list[int]]:
     """The prompts: one text or one list of ids, or a list of either."""
     several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
     expected = "text, a list of token ids, or a list of either; ids are whole numbers, and no list is empty"
-    if len(several) > MAX_CHOICES:
-        raise ValueError(f"at most {MAX_CHOICES} prompts in one request")
+    if len(several) > most:
+        raise ValueError(f"at most {most:,} in one request")
     for each in several:
         is_ids = isinstance(each, list) and each and all(type(token) is int and token >= 0 for token in each)
         if not (is_ids or isinstance(each, str)):
@@ -264,13 +264,25 @@ class RefusedError(Exception):
 
 
 TOKENIZE_FIELDS = {"model": text, "prompt": text, "add_special_tokens": flag}
-DETOKENIZE_FIELDS = {"model": text, "tokens": prompts}
+DETOKENIZE_FIELDS = {"model": text, "tokens": lambda value: prompts(value, 1)}
 COMPLETION_FIELDS = {
     **SHARED,
     "max_tokens": whole(0),
     "prompt": prompts,
     "logprobs": whole(0, MAX_TOP_LOGPROBS),
     "echo": flag,
+    "best_of": whole(1, MAX_CHOICES),
+}
+MAX_INPUTS = 2048  # OpenAI's
+MAX_EMBEDDED = 1 << 20
+"""Characters, or ids, of the texts of one request for embeddings."""
+MAX_EMBEDDING_VALUES = 1 << 21
+"""Numbers in one answer: some 45 MB as text."""
+EMBEDDING_FIELDS = {
+    "model": text,
+    "input": lambda value: prompts(value, MAX_INPUTS),
+    "encoding_format": one_of("float", "base64"),
+    "dimensions": whole(1),
 }
 MAX_SCORED = 1 << 19
 """Log probabilities of prompts in one answer, alternatives counted: some 50 MB."""
@@ -285,7 +297,10 @@ class Call:
     model: str | None
     requests: list[TextRequest]
     n: int
-    """Choices of each prompt."""
+    """Texts that are written for each prompt."""
+    kept: int = MAX_CHOICES
+    """Of these, the likeliest, which alone are answered (`best_of`)."""
+    shows_logprobs: bool = True
     stream: bool = False
     include_usage: bool = False
     running_usage: bool = False
@@ -296,6 +311,25 @@ class Call:
     """The oldest messages, which the model had no room for."""
     prompt: ChatPrompt | None = None
     """Of a chat: it knows how answers are read."""
+    at_once: int | None = None
+    """How many are handed in at a time, so that the requests of others come in between; None: all."""
+    as_base64: bool = False
+    """Embeddings as the bytes of little-endian float32."""
+
+
+def embedding_call(body: Any, width: int) -> Call:
+    """What a body of /v1/embeddings asks for, of a model with hidden states of this width."""
+    fields = read_fields(body, EMBEDDING_FIELDS, "input")
+    texts = fields["input"]
+    if fields.get("dimensions", width) != width:
+        words = f"dimensions: the embeddings of this model have {width:,}. Leave the field out."
+        raise RefusedError(400, words, "dimensions")
+    if (count := sum(map(len, texts))) > MAX_EMBEDDED or len(texts) * width > MAX_EMBEDDING_VALUES:
+        words = f"input: {len(texts):,} texts with {count:,} characters (or ids) give {len(texts) * width:,} numbers"
+        most = f"{MAX_EMBEDDED:,} characters and {MAX_EMBEDDING_VALUES:,} numbers are the most"
+        raise RefusedError(400, f"{words}; {most}. Send fewer texts at a time.", "input")
+    requests = [TextRequest(each, 0, heal=False, pools=True) for each in texts]
+    return Call(fields.get("model"), requests, 1, as_base64=fields.get("encoding_format") == "base64")
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -325,16 +359,22 @@ def completion_call(body: Any, loaded: LoadedModel, _max_len: int) -> Call:
     fields = read_fields(body, COMPLETION_FIELDS, "prompt")
     texts: list[str | list[int]] = fields["prompt"]
     limit, logprobs = fields.get("max_tokens", DEFAULT_COMPLETION_TOKENS), fields.get("logprobs")
+    n, drawn = fields.get("n", 1), fields.get("best_of", fields.get("n", 1))
+    if drawn < n or (drawn > n and fields.get("stream")):
+        why = "cannot be streamed: the best is known at the end" if drawn >= n else f"must be at least n, which is {n}"
+        raise RefusedError(400, f"best_of: {drawn} {why}.", "best_of")
     scores, entries = bool(fields.get("echo")) and logprobs is not None, 1 + (logprobs or 0)
     if not limit and not scores:
         raise RefusedError(400, "max_tokens is 0: that needs echo: true and logprobs beside it.", "max_tokens")
-    if scores and (count := sum(map(len, texts)) * fields.get("n", 1) * entries) > MAX_SCORED:
+    if scores and (count := sum(map(len, texts)) * drawn * entries) > MAX_SCORED:
         words = f"echo with logprobs: up to {count:,} log probabilities of prompts; {MAX_SCORED:,} are the most."
         raise RefusedError(400, f"{words} Send fewer prompts at a time.", "echo")
-    usual = TextRequest("", limit, stop=fields.get("stop", ()), logprobs=logprobs, score_prompt=scores)
+    computed = 0 if logprobs is None and drawn > n else logprobs
+    usual = TextRequest("", limit, stop=fields.get("stop", ()), logprobs=computed, score_prompt=scores)
     base = [dataclasses.replace(usual, prompt=each) for each in texts]
     echoes = [spelled(each, loaded) for each in texts] if fields.get("echo") else []
-    return _call(fields, base, echoes)
+    call = _call({**fields, "n": drawn}, base, echoes)
+    return dataclasses.replace(call, kept=n, shows_logprobs=logprobs is not None)
 
 
 def chat_call(body: Any, loaded: LoadedModel, max_len: int) -> Call:
@@ -387,7 +427,7 @@ def _call(fields: dict[str, Any], base: Sequence[TextRequest], echoes: Sequence[
     n, is_stream = fields.get("n", 1), fields.get("stream", False)
     if len(base) * n > MAX_CHOICES:
         raise RefusedError(
-            400, f"n: {len(base)} prompts with {n} choices each are more than {MAX_CHOICES}. Ask for fewer.", "n"
+            400, f"n: {len(base)} prompts, {n} texts for each: more than {MAX_CHOICES}. Ask for fewer.", "n"
         )
     if "stream_options" in fields and not is_stream:
         raise RefusedError(400, "stream_options needs stream: true beside it.", "stream_options")
