@@ -5,7 +5,7 @@ at once. The dimensions of the tiles below are ordered so that a thread multipli
 memory: `permute` and `reshape` only rename its registers, and the columns of both sides have the same other order.
 
 Two weights cost three instructions: shift; set the exponent of 1 over them, which gives 1 + q / 16; multiply by the
-scale and subtract 1.5 times the scale, which is exact because scales have 7 significant bits. The result, scale x
+scale and subtract 1.5 times the scale, which is exact because scales have 6 significant bits. The result, scale x
 (q - 8) / 16, is rounded to bfloat16 once, and is the same in every product.
 
     few_rows    the warps of a program have different columns, and read the first weights before the kernel ahead is
