@@ -3,7 +3,7 @@
     python benchmarks/decode_kernels.py                          all, z2all-1b; most of the time is compilation
     python benchmarks/decode_kernels.py --only gate_up,down --inputs 1 --weights bfloat16
     python benchmarks/decode_kernels.py --only attention
-    python benchmarks/decode_kernels.py --weights int4 --inputs 1,64 --share 0/8    call an eighth of all once, to compile
+    python benchmarks/decode_kernels.py --weights int4 --inputs 1,64 --share 0/8    only compile an eighth of it
 
 Each matrix of a block and the head is multiplied with few rows of input, for several tiles; attention runs over several
 batches and lengths, for several splits. A measurement is a CUDA graph of calls, one after the other as in a model, on
@@ -106,7 +106,9 @@ def measure_linear(
         share = size / seconds / copy_rate
         found.append({"tiles": tiles, "taken": is_taken, "microseconds": 1e6 * seconds, "bandwidth": share})
 
-    for tiles in itertools.islice(dict.fromkeys((taken, *linear_candidates(inputs, columns))), SHARE[0], None, SHARE[1]):
+    for tiles in itertools.islice(
+        dict.fromkeys((taken, *linear_candidates(inputs, columns))), SHARE[0], None, SHARE[1]
+    ):
         try:
             note(vars(tiles), tiles == taken, seconds_of_call([call(weight, tiles) for weight in weights], device))
         except Exception as error:  # too much shared memory, for example

@@ -10,10 +10,10 @@ import torch
 
 from tests.infer.tiny import MAX_LEN, greedy, log_probabilities, prompts, tiny_model
 from zero2all.common.errors import UsageError
+from zero2all.infer import weights
 from zero2all.infer.cache import BLOCK, SCRATCH, BlockPool, block_keys
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Span
-from zero2all.infer import weights
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.score import RowScorer, distributions_after

@@ -276,7 +276,9 @@ def _serve_here(arguments: argparse.Namespace, world: Any) -> None:
     from zero2all.serve.server import ModelServer, ServeOptions
 
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
-    settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, weights=arguments.weights, owns_model=True)
+    settings = EngineSettings(
+        arguments.max_batch, cache_bytes, arguments.max_len, weights=arguments.weights, owns_model=True
+    )
     model = ServedModel(lambda: _load(arguments, world), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace,

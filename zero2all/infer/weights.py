@@ -173,11 +173,23 @@ CHUNK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Weight:
-    """A matrix in 8 bits."""
+class _Rounded:
+    values: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
 
-    values: Tensor  # int8 (rows, columns)
-    scales: Tensor  # float32 (rows,)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class Int8Weight(_Rounded):
+    """A matrix in 8 bits: values int8 (rows, columns), scales float32 (rows,)."""
 
     def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
         """x W^T + bias for rows x (N, columns), in the dtype of x."""
@@ -203,19 +215,6 @@ class Int8Weight:
         """The matrix that it stands for."""
         return (self.values * self.scales.unsqueeze(1)).to(dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.values.nbytes + self.scales.nbytes
-
-    @property
-    def columns(self) -> int:
-        """Of the matrix."""
-        return self.values.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.values)
-
 
 def int8_weight(matrix: Tensor) -> Int8Weight:
     """A matrix (rows, columns) rounded to 8 bits, on its device."""
@@ -228,7 +227,7 @@ def int8_weight(matrix: Tensor) -> Int8Weight:
         scale = torch.where(scale > 0, scale, 1.0)  # of zeros, any
         scales[first : first + at_once] = scale
         values[first : first + at_once] = (rows / scale.unsqueeze(1)).round_()
-    return Int8Weight(values, scales)
+    return Int8Weight(values, scales, *matrix.shape)
 
 
 # Weights in 4 bits: numbers from -8 to 7, and a scale for each group of columns of a row.
@@ -245,14 +244,9 @@ MOST_MULTIPLIED = 256
 """Rows of input up to which our kernels multiply; for more, widening the matrix first takes less time."""
 
 
-@dataclass(frozen=True, eq=False)
-class Int4Weight:
-    """A matrix in 4 bits."""
-
-    values: Tensor  # int16 (rows / 8, columns / 128, 8, 4, 8)
-    scales: Tensor  # bfloat16 (rows / 8, columns / 128, 8, groups): 16 times the scale, with 6 significant bits
-    rows: int
-    columns: int
+class Int4Weight(_Rounded):
+    """A matrix in 4 bits: values int16 (rows / 8, columns / 128, 8, 4, 8); scales bfloat16 (rows / 8, columns / 128, 8,
+    groups), 16 times what the numbers are multiplied by, with 6 significant bits."""
 
     def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
         """x W^T + bias for rows x (N, columns), in the dtype of x."""
@@ -273,23 +267,10 @@ class Int4Weight:
         wide = wide.permute(0, 2, 1, 4, 3, 6, 5).reshape(8 * len(wide), -1)
         return wide[: self.rows, : self.columns].to(dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.values.nbytes + self.scales.nbytes
 
-    def __len__(self) -> int:
-        return self.rows
-
-
-@dataclass(frozen=True, eq=False)
-class CpuInt4Weight:
-    """A matrix in 4 bits as torch's kernel for the CPU reads it. It multiplies in bfloat16, summed in float32."""
-
-    values: Tensor  # as torch packs them
-    scales: Tensor  # bfloat16 (groups of a row, rows, 2): scale, and what is added
-    rows: int
-    columns: int
+class CpuInt4Weight(_Rounded):
+    """The same as torch's kernel for the CPU reads it: values as torch packs them; scales bfloat16 (groups of a row,
+    rows, 2), with what is added. It multiplies in bfloat16, summed in float32."""
 
     def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
         """See `StoredWeight`."""
@@ -299,14 +280,6 @@ class CpuInt4Weight:
         y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(low, self.values, group, self.scales)
         y = y[:, : self.rows].to(x.dtype)
         return y if bias is None else y + bias
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.values.nbytes + self.scales.nbytes
-
-    def __len__(self) -> int:
-        return self.rows
 
 
 def int4_weight(matrix: Tensor, group: int = GROUP) -> Int4Weight | CpuInt4Weight:
@@ -375,7 +348,7 @@ def quantise(weights: Weights, kind: WeightKind) -> Weights:
 def bits_per_weight(weights: Weights) -> float:
     """Mean bits of the weights that are kept in 8 or 4 bits, with their scales and what fills a matrix up."""
     kept = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
-    stored = [each for each in (*kept, weights.head) if isinstance(each, Int8Weight | Int4Weight | CpuInt4Weight)]
+    stored = [each for each in (*kept, weights.head) if isinstance(each, _Rounded)]
     return 8 * sum(each.nbytes for each in stored) / max(1, sum(len(each) * each.columns for each in stored))
 
 

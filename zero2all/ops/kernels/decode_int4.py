@@ -28,17 +28,13 @@ from zero2all.ops.kernels.launch import overlapped, processors, wait_for_earlier
 
 MOST_FEW = 16
 """Rows of input of `few_rows`."""
-PROCESSORS_FILLED = 1.0
-"""Programs of `many_rows` for each processor, up to which columns are shared."""
-
-_STEPS = "".join(
-    f"{shift} word, $4, {bits};\nlop3.b32 word, word, 0x00780078, 0x3F803F80, 0xEA;\nfma.rn.bf16x2 ${k}, word, $5, low;\n"
-    for k, (shift, bits) in enumerate((("shl.b32", 3), ("shr.u32", 1), ("shr.u32", 5), ("shr.u32", 9)))
-)
-UNPACK = tl.constexpr(
-    "{ .reg .b32 word, low, none;\nmov.b32 none, 0x80008000;\nmov.b32 low, 0xBFC0BFC0;\n"
-    f"fma.rn.bf16x2 low, $5, low, none;\n{_STEPS}}}"
-)
+_SET = "lop3.b32 word, word, 0x00780078, 0x3F803F80, 0xEA; fma.rn.bf16x2"
+UNPACK = tl.constexpr(f"""{{ .reg .b32 word, low, none; mov.b32 none, 0x80008000; mov.b32 low, 0xBFC0BFC0;
+fma.rn.bf16x2 low, $5, low, none;
+shl.b32 word, $4, 3; {_SET} $0, word, $5, low;
+shr.u32 word, $4, 1; {_SET} $1, word, $5, low;
+shr.u32 word, $4, 5; {_SET} $2, word, $5, low;
+shr.u32 word, $4, 9; {_SET} $3, word, $5, low; }}""")
 """Two words of four numbers each, and two scales -> four pairs of weights."""
 
 
@@ -101,9 +97,7 @@ def _few_rows(
             inside = (chunk < CHUNKS - first - STEP) & (block * 8 < rows)
             skip = first + STEP
             words_ahead = tl.load(words_at + skip * 256, mask=inside, other=0, eviction_policy="evict_first")
-            scales_ahead = tl.load(
-                scales_at + skip * (8 * GROUPS), mask=inside, other=0, eviction_policy="evict_first"
-            )
+            scales_ahead = tl.load(scales_at + skip * (8 * GROUPS), mask=inside, other=0, eviction_policy="evict_first")
         is_input = (number < inputs) & (column < COLUMNS - first * 128)
         value = tl.load(x + number * COLUMNS + column + first * 128, mask=is_input, other=0.0).to(tl.bfloat16)
         weight = tl.reshape(_weights(words, scale, GROUPS, INTERPRETED), (4, 8, STEP, BLOCKS, 4, 2, 2, 2))
@@ -211,7 +205,7 @@ def many_rows(
     (inputs, rows), chunks = y.shape, values.shape[1]
     together = min(64, max(16, triton.next_power_of_2(inputs)))
     tiles = triton.cdiv(rows, at_once), triton.cdiv(inputs, together)
-    splits = splits or max(1, min(8, chunks // 4, int(PROCESSORS_FILLED * processors(x.device) / (tiles[0] * tiles[1]))))
+    splits = splits or max(1, min(8, chunks // 4, processors(x.device) // (tiles[0] * tiles[1])))
     size = splits * tiles[0] * at_once * tiles[1] * together
     parts = torch.empty(size if splits > 1 else 0, dtype=torch.float32, device=x.device)
     _many_rows[(*tiles, splits)](
