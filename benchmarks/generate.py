@@ -11,7 +11,7 @@ the whole time, prompts included. Ours stands first and last of each size, so th
 is seen; ratios take the mean of the two. Results are written after every figure.
 
 Peers: `generate` with its dynamic cache, and on a GPU with a static cache, which transformers compiles. Beside them,
-ours with weights in 8 bits (int8).
+ours with weights in 8 and in 4 bits (int8, int4). `--warm-up-only` compiles what is measured and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from benchmarks.machine import BILLION, machine, save_result
 from zero2all.common.progress import say, show_log
+from zero2all.infer import WeightKind
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.job import Request
 from zero2all.infer.load import READY_OPS, LoadedModel, empty_model
@@ -45,8 +46,8 @@ from zero2all.parallel.device import pick_device
 from zero2all.predict.batch import load_measured_config
 from zero2all.tokenizer.load import Tokenizer
 
-OURS, INT8, DYNAMIC, STATIC = "ours", "int8", "dynamic", "static"
-KINDS = {"cuda": (OURS, DYNAMIC, STATIC, INT8), "cpu": (OURS, DYNAMIC, INT8)}
+OURS, INT8, INT4, DYNAMIC, STATIC = "ours", "int8", "int4", "dynamic", "static"
+KINDS = {"cuda": (OURS, DYNAMIC, STATIC, INT8, INT4), "cpu": (OURS, DYNAMIC, INT8, INT4)}
 CONFIGS = {"cuda": (BILLION,), "cpu": ("quickstart", "z2all-100m")}
 BATCHES = {"cuda": (1, 64, 256), "cpu": (1, 8)}
 LENGTHS = {"cuda": (128, 256), "cpu": (64, 48)}
@@ -89,10 +90,10 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def ours(model: Z2all, batch: int, max_len: int, int8: bool = False) -> tuple[Generate, str]:
+def ours(model: Z2all, batch: int, max_len: int, weights: WeightKind = "plain") -> tuple[Generate, str]:
     """The engine, as it decodes a batch of this size, and what it decodes with."""
     tokenizer = cast(Tokenizer, NoText(model.config.vocab_ids))
-    settings = EngineSettings(max_batch=batch, max_len=max_len, int8=int8)
+    settings = EngineSettings(max_batch=batch, max_len=max_len, weights=weights)
     engine = Engine(LoadedModel("ours", 0, model, tokenizer), settings)
 
     def generate(prompts: Tensor, new: int) -> Tensor:
@@ -156,8 +157,9 @@ class Comparison:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         by = ""
-        if kind in (OURS, INT8):
-            generate, by = ours(self.model, batch, self.prompt + self.new, int8=kind == INT8)
+        if kind in (OURS, INT8, INT4):
+            weights = cast(WeightKind, "plain" if kind == OURS else kind)
+            generate, by = ours(self.model, batch, self.prompt + self.new, weights)
         else:
             generate = theirs(self.exported, kind)
         began = time.perf_counter()
@@ -165,6 +167,8 @@ class Comparison:
         written = generate(self._prompts(batch, 0), self.new if kind == STATIC else min(8, self.new))
         wait_for(self.device)
         warm_up, seconds = time.perf_counter() - began, []
+        if self.given.warm_up_only:
+            return written
         for repeat in range(REPEATS[self.device.type]):
             prompts = self._prompts(batch, 1 + repeat + (10 if turn == "last" else 0))
             began = time.perf_counter()
@@ -230,9 +234,10 @@ def main() -> None:
     parser.add_argument("--batch", help="such as 1,64")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--new", type=int, help="tokens of an answer")
-    parser.add_argument("--only", help=f"some of {OURS},{DYNAMIC},{STATIC},{INT8}")
+    parser.add_argument("--only", help=f"some of {OURS},{DYNAMIC},{STATIC},{INT8},{INT4}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--warm-up-only", action="store_true", help="compile, measure nothing")
     parser.add_argument("--agree", action="store_true", help="also compare what is written")
     parser.add_argument("--budget-seconds", type=float, default=420.0, help="begin no figure after this")
     parser.add_argument("--name", default="generate", help="of the results file")
@@ -256,7 +261,8 @@ def main() -> None:
                 except (ImportError, RuntimeError) as error:  # one that cannot run is a line, not the end
                     say(f"{kind} at batch {batch} failed: {error!r}"[:300])
                 values[config] = found.values()
-                save_result(given.name, values)
+                if not given.warm_up_only:
+                    save_result(given.name, values)
         if given.agree:
             values[config]["written_alike"] = found.agreement(batches[-1])
             say(f"{values[config]['written_alike']:.1%} of the texts at batch {batches[-1]} are the same")

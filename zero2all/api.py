@@ -25,7 +25,7 @@ from zero2all.common.workspace import open_workspace
 from zero2all.config import load_with_rules
 from zero2all.evals.perplexity import Windows
 from zero2all.finetune.objectives import objective_of
-from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE
+from zero2all.infer import CHAT_NEW_TOKENS, CHAT_TEMPERATURE, WeightKind
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.conversation import Conversation
 from zero2all.infer.engine import Engine, EngineSettings
@@ -79,22 +79,23 @@ class Score:
 
 def load(
     source: str | Path, work: str | Path | None = None, *,
-    step: int | None = None, device: str | None = None, dtype: str | None = None, int8: bool = False,
+    step: int | None = None, device: str | None = None, dtype: str | None = None,
+    weights: WeightKind = "plain",
 ) -> Model:  # fmt: skip
     """The model of a run (the path of its folder, or its name in the workspace `work`) or of a Hugging Face folder.
     `step` None takes the newest checkpoint, `device` None a GPU where there is one, `dtype` None bfloat16 there and
-    float32 on a CPU; `int8` keeps the matrices in 8 bits."""
+    float32 on a CPU; `weights` "int8" and "int4" keep the matrices in 8 or 4 bits."""
     workspace = None if work is None else open_workspace(Path(work))
-    return Model(load_model(str(source), workspace, step, device, dtype), int8)
+    return Model(load_model(str(source), workspace, step, device, dtype), weights)
 
 
 class Model:
     """A model in memory, with an engine of its own. For one thread; `z2a serve` is for many."""
 
-    def __init__(self, loaded: LoadedModel, int8: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, weights: WeightKind = "plain") -> None:
         self.loaded = loaded
         """Its name, step, config, tokenizer and the torch module."""
-        self._engine = Engine(loaded, EngineSettings(int8=int8, owns_model=True))
+        self._engine = Engine(loaded, EngineSettings(weights=weights, owns_model=True))
 
     def __repr__(self) -> str:
         return f"<Model {self.loaded.name}: step {self.loaded.step:,}, {self.loaded.parameters:,} parameters>"

@@ -65,9 +65,11 @@ def test_log_probabilities_come_with_the_likeliest_tokens_and_8_bits_change_them
         assert len(token["likeliest"]) == 3
         assert token["likeliest"][0]["id"] == token["id"], "the greedy choice is the likeliest"
         assert token["logprob"] <= 0
-    rounded = parsed(generate("--prompt", PROMPT, "--logprobs", "0", "--int8").out)[0]["logprobs"][0]["logprob"]
-    assert rounded != first["logprob"]
-    assert rounded == pytest.approx(first["logprob"], abs=0.1)
+    for kind, most in (("int8", 0.1), ("int4", 0.5)):
+        done = generate("--prompt", PROMPT, "--logprobs", "0", "--weights", kind)
+        rounded = parsed(done.out)[0]["logprobs"][0]["logprob"]
+        assert rounded != first["logprob"]
+        assert rounded == pytest.approx(first["logprob"], abs=most)
 
 
 def test_prompt_over_the_models_length_is_named_and_the_others_are_done(generate, lines_file, tmp_path):

@@ -10,13 +10,14 @@ import torch
 
 from tests.infer.tiny import MAX_LEN, greedy, log_probabilities, prompts, tiny_model
 from zero2all.common.errors import UsageError
+from zero2all.infer import weights
 from zero2all.infer.cache import BLOCK, SCRATCH, BlockPool, block_keys
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.forward import Span
 from zero2all.infer.job import Request
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.score import RowScorer, distributions_after
-from zero2all.infer.weights import int8_weight
+from zero2all.infer.weights import int4_weight, int8_weight
 
 NEW = 24
 WAYS = ("read at once", "read late", "likeliest on the device")
@@ -90,14 +91,16 @@ def test_cached_and_batched_text_is_that_of_the_whole_model_run_again_for_every_
     assert bool(sent_back) == (settings.cache_bytes is not None), "a job that gave way writes on"
 
 
-@pytest.mark.parametrize("kind", ["moe", "tied", "int8"])
-def test_experts_tied_embeddings_and_weights_in_8_bits(kind):
-    settings = EngineSettings(int8="int8" in kind)
+@pytest.mark.parametrize("kind", ["moe", "tied", "int8", "int4"])
+def test_experts_tied_embeddings_and_weights_in_8_and_4_bits(kind, monkeypatch):
+    monkeypatch.setattr(weights, "_has_int4_cpu_kernel", lambda: False)  # it rounds to bfloat16
+    settings = EngineSettings(weights=kind if kind in ("int8", "int4") else "plain")
     loaded = tiny_model(moe="moe" in kind, tied="tied" in kind)
     rounded = copy.deepcopy(loaded.model)
-    for parameter in [*rounded.blocks.parameters(), *rounded.head.parameters()] if settings.int8 else []:
-        if parameter.dim() > 1:
-            parameter.data = int8_weight(parameter.data).widened()
+    for name, parameter in rounded.named_parameters() if settings.weights != "plain" else ():
+        if parameter.dim() > 1 and "embedding" not in name:
+            in_8_bits = kind == "int8" or name.startswith("head")
+            parameter.data = (int8_weight if in_8_bits else int4_weight)(parameter.data).widened()
     expected = [greedy(dataclasses.replace(loaded, model=rounded), row, 10) for row in ROWS[:5]]
     assert run(Engine(loaded, settings), [Request(row, 10) for row in ROWS[:5]]) == expected
 

@@ -1,17 +1,29 @@
-"""Passes in portions give the logits of one pass; weights in 8 bits are off by no more than half a step."""
+"""Passes in portions give the logits of one pass; weights in 8 and 4 bits are off by no more than their steps."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.infer.tiny import tiny_model
 from tests.model.test_model_z2all import build, logits, tokens, variants
-from tests.ops.agreement import random
+from tests.ops.agreement import assert_close, random
 from zero2all.infer import weights
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.forward import Forward, Span
-from zero2all.infer.weights import Int8Weight, drop_matrices, int8_weight, packed_for_cpu, quantise, weights_of
+from zero2all.infer.weights import (
+    CpuInt4Weight,
+    Int4Weight,
+    Int8Weight,
+    bits_per_weight,
+    drop_matrices,
+    int4_weight,
+    int8_weight,
+    packed_for_cpu,
+    quantise,
+    weights_of,
+)
 
 
 def random_matrix(rows, columns, seed=0):
@@ -53,10 +65,69 @@ def test_product_is_that_of_the_rounded_matrix(kernel, monkeypatch):
         assert bool(((found.double() - (x.double() @ matrix.t() + bias.double())).abs() <= 2e-6 * size).all())
 
 
+GROUPS = pytest.mark.parametrize("group", [32, 64, 128])
+
+
+@GROUPS
+def test_4_bits_are_a_whole_number_of_steps_of_the_group_and_the_largest_value_decides_the_step(group, monkeypatch):
+    monkeypatch.setattr(weights, "_has_int4_cpu_kernel", lambda: False)
+    monkeypatch.setattr(weights, "CHUNK_VALUES", 4000)  # several chunks
+    matrix = random_matrix(50, 200)
+    matrix[3] = 0
+    weight = int4_weight(matrix, group)
+    wide = F.pad(weight.widened(torch.float64), (0, 56)).unflatten(1, (-1, group))
+    padded = F.pad(matrix.double(), (0, 56)).unflatten(1, (-1, group))
+    most = padded.abs().amax(dim=2, keepdim=True)
+    assert bool(((wide - padded).abs() <= 0.25 * most).all()), "8 / 0.8 steps to each side, one of them cut off"
+    assert bool((wide - padded).square().mean() <= 0.02 * padded.square().mean())
+    assert not weight.widened()[3].any()
+    steps = wide / torch.where(most > 0, wide.abs().amax(dim=2, keepdim=True) / 8, 1.0)
+    assert all(len(row.unique()) <= 16 for row in steps.flatten(0, 1)), "16 numbers"
+    assert weight.nbytes == 64 * 256 // 2 + 64 * 256 // group * 2  # 50 rows and 200 columns filled up
+
+
+@GROUPS
+@pytest.mark.parametrize("kernel", [True, False])
+def test_product_is_that_of_the_matrix_in_4_bits(group, kernel, monkeypatch):
+    """Against float64; torch's kernel rounds rows and results to bfloat16."""
+    if kernel and not weights._has_int4_cpu_kernel():
+        pytest.skip("no fast kernel for 4 bits in torch on this CPU")
+    matrix, bias = random_matrix(50, 200), random_matrix(50, 1, 2)[:, 0]
+    monkeypatch.setattr(weights, "_has_int4_cpu_kernel", lambda: False)
+    wide = int4_weight(matrix, group).widened(torch.float64)
+    monkeypatch.setattr(weights, "_has_int4_cpu_kernel", lambda: kernel)
+    weight = int4_weight(matrix, group)
+    assert isinstance(weight, CpuInt4Weight if kernel else Int4Weight)
+    for rows in (1, 5, 40):
+        x = random(rows, 200, seed=1).float()
+        found = weight.project(x, bias)
+        assert (found.dtype, found.shape, len(weight)) == (torch.float32, (rows, 50), 50)
+        assert_close(found, x.double() @ wide.t() + bias.double(), 4e-3 if kernel else 2e-6)
+
+
+def test_4_bits_keep_the_head_in_8_and_have_the_gains_of_norms_in_the_matrices(monkeypatch):
+    monkeypatch.setattr(weights, "_has_int4_cpu_kernel", lambda: False)
+    model = copy.deepcopy(tiny_model().model)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 2.0)
+    plain = weights_of(model)
+    narrow = quantise(plain, "int4")
+    assert isinstance(narrow.head, Int8Weight)
+    assert narrow.norm is plain.norm
+    for before, after in zip(plain.layers, narrow.layers, strict=True):
+        assert bool((after.attention_norm == 1).all() and (after.feed_forward_norm == 1).all())
+        wanted = before.qkv * before.attention_norm
+        assert_close(after.qkv.widened(), wanted, 0.12)
+        assert_close(after.out.widened(), before.out, 0.12)
+    blocks = 96 * 128 / 64 / 96  # 64 or 96 columns are filled up to 128
+    assert 4.25 < bits_per_weight(narrow) < 8 * blocks
+
+
 @pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True)])
 def test_a_whole_model_keeps_embedding_norms_and_experts(moe, tied):
     weights = weights_of(tiny_model(moe, tied).model)
-    narrow = quantise(weights)
+    narrow = quantise(weights, "int8")
     assert isinstance(narrow.head, Int8Weight)
     assert len(narrow.head) == weights.config.vocab_ids
     assert narrow.embedding is weights.embedding

@@ -45,7 +45,7 @@ def is_ending(client: openai.OpenAI) -> bool:
 
 
 def test_it_says_where_it_is_outlives_its_folder_and_ends_with_sigterm(serve: Serve, tmp_path):
-    program, client = serve("--int8", "--max-len", 100_000)
+    program, client = serve("--weights", "int8", "--max-len", 100_000)
     assert "--max-len 100000 is reduced to 128" in program.text()
     assert "http://127.0.0.1:" in program.text()
     before = ask(client).choices[0].text

@@ -32,7 +32,8 @@ share(
         context (default 0: no overlap)
     --max-bytes N:int>=1 =1000000  held-out bytes to score per source, and bytes of each --text file (default 1000000)
     --held-out all|none =all       none: do not score the held-out text and the rows that training scores (default all)
-    --int8                         also score the held-out text with 8-bit weights, to see what they cost
+    --weights* int8|int4           also score the held-out text with 8-bit or 4-bit weights, to see what they cost; may
+        be repeated
     --tasks NAMES:names            benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every
         folder there; quickstart-facts needs no files (default: none)
     --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and items
@@ -111,7 +112,7 @@ def _checked_options(
         pairs=_file(arguments.pairs, workspace, "pairs"),
         texts=tuple(arguments.text),
         held_out=arguments.held_out == "all",
-        int8=arguments.int8,
+        weights=tuple(dict.fromkeys(arguments.weights)),
         tasks=_tasks(arguments),
         suites=None if arguments.suite is None else SuiteQuestions(arguments.suite, arguments.data),
     )

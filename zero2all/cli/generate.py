@@ -30,7 +30,7 @@ SHORTEST_TOKEN = 16
 @verb("""
     generate: continue texts with a model
 
-    model? --work --step --device --dtype --int8 --parallel.tensor/tensor --parallel.pipeline/pipeline
+    model? --work --step --device --dtype --weights --parallel.tensor/tensor --parallel.pipeline/pipeline
     |! --prompt* TEXT =None        the beginning of a text; may be repeated
     |! --prompts FILE              file with many prompts: one per line as text, or JSON lines {"prompt": "…"} with
         settings such as "temperature", "stop" and "id" (if the first line is JSON, or the name ends with .jsonl); -
@@ -62,7 +62,7 @@ def _write(arguments: argparse.Namespace, world: Any) -> int | None:
     _note_useless_draws(prompts)
     loaded = _load(arguments, world)
     at_once = 1 if sum(prompt.n for prompt in prompts) == 1 else None
-    service = Service(loaded, EngineSettings(at_once, int8=arguments.int8, owns_model=True))
+    service = Service(loaded, EngineSettings(at_once, weights=arguments.weights, owns_model=True))
     try:
         if arguments.out is not None:
             return _to_file(arguments, service, prompts)
@@ -175,7 +175,7 @@ def _job(loaded: LoadedModel, prompts: list[Prompt], arguments: argparse.Namespa
     from zero2all.common.manifest import fingerprint
 
     folder = str(loaded.folder and loaded.folder.resolve())
-    model = [folder, loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.int8]
+    model = [folder, loaded.step, loaded.tokenizer.fingerprint, arguments.dtype, arguments.weights]
     return fingerprint([model, [[asdict(prompt.request), prompt.n, prompt.id] for prompt in prompts]])
 
 
@@ -202,7 +202,7 @@ def _exit_code(refused: int, total: int) -> int:
 @verb("""
     chat: talk to a model in the terminal
 
-    model? --work --step --device --dtype --int8
+    model? --work --step --device --dtype --weights
     --frame auto|template|frame|plain =auto  layout of the conversation: template, as the model was trained; frame,
         questions and answers as its text writes them, or else in a common form; plain, your text continued as it is
         (default auto: template if the model was trained with it, frame if the form of its text is known, else plain)
@@ -228,7 +228,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     from zero2all.infer.tools import TOOLS
     from zero2all.tokenizer.text import well_formed
 
-    service = Service(loaded, EngineSettings(max_batch=1, int8=arguments.int8, owns_model=True))
+    service = Service(loaded, EngineSettings(max_batch=1, weights=arguments.weights, owns_model=True))
     try:
         conversation = Conversation(loaded, service.engine.max_len, arguments.frame, well_formed(arguments.system))
         conversation.tools = [TOOLS[arguments.tool].spec] if arguments.tool in TOOLS else []
@@ -242,7 +242,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 @verb("""
     serve: serve a model: an OpenAI-compatible API, and a page to talk to it
 
-    model? --work --step --device --dtype --int8 --parallel.tensor/tensor --parallel.pipeline/pipeline
+    model? --work --step --device --dtype --weights --parallel.tensor/tensor --parallel.pipeline/pipeline
     --name NAME                   name of the model for clients (default: the name of the run)
     --max-len N:int>=2            tokens of prompt and answer together (default: the model's)
     --max-batch N:int>=1          answers generated at once (default: 32 on a CPU, 256 on a GPU)
@@ -276,7 +276,9 @@ def _serve_here(arguments: argparse.Namespace, world: Any) -> None:
     from zero2all.serve.server import ModelServer, ServeOptions
 
     cache_bytes = None if arguments.cache_gb is None else int(arguments.cache_gb * 1e9)
-    settings = EngineSettings(arguments.max_batch, cache_bytes, arguments.max_len, int8=arguments.int8, owns_model=True)
+    settings = EngineSettings(
+        arguments.max_batch, cache_bytes, arguments.max_len, weights=arguments.weights, owns_model=True
+    )
     model = ServedModel(lambda: _load(arguments, world), settings, arguments.name, arguments.max_waiting)
     options = ServeOptions(
         arguments.host, arguments.port, arguments.token, token, arguments.allow_host, arguments.grace,

@@ -17,6 +17,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.evals.question_files import read_pairs, read_probes
 from zero2all.evals.suites import SuiteQuestions
 from zero2all.evals.tasks.list import TaskQuestions
+from zero2all.infer import WeightKind
 from zero2all.train.checkpoints.layout import require_checkpoint
 from zero2all.train.checkpoints.manifest import Step, chosen_step
 
@@ -42,8 +43,8 @@ class EvalOptions:
     """Suites of them to ask, for their scores."""
     held_out: bool = True
     """Score the held-out text and the rows that training scores."""
-    int8: bool = False
-    """Score the held-out text once more with 8-bit weights."""
+    weights: tuple[WeightKind, ...] = ()
+    """Score the held-out text once more with the weights kept so."""
 
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them: files by their checksum, so that one may be moved."""
@@ -55,7 +56,8 @@ class EvalOptions:
             "pairs": None if self.pairs is None else crc32c_of(self.pairs),
             "texts": {name: crc32c_of(path) for name, path in text_files(self.texts).items()},
             "tasks": None if self.tasks is None else self.tasks.record(),
-            "int8": self.int8,
+            "int8": "int8" in self.weights,
+            **({"int4": True} if "int4" in self.weights else {}),
             "held_out": "contiguous rows" if self.held_out else False,  # earlier versions measured otherwise
         }
 

@@ -23,6 +23,7 @@ from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.spread import make_engine
+from zero2all.infer.weights import bits_per_weight
 from zero2all.packed.remote import packed_root
 from zero2all.track.writer import MetricsWriter
 from zero2all.train.validate import Scores, all_rows, held_out_in_words, open_valid_splits, valid_sources
@@ -59,11 +60,12 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         for channel, values in report["held_out"].items():
             if channel in report["documents"]:
                 values["gzip_bits_per_byte"] = report["documents"][channel]["gzip_bits_per_byte"]
-    if options.held_out and options.int8:
-        narrow = make_engine(loaded, EngineSettings(int8=True))
+    for kind in options.weights if options.held_out else ():
+        narrow = make_engine(loaded, EngineSettings(weights=kind))
         found = held_out_bits_per_byte(narrow, windows, workspace.corpus, options.max_bytes)
         for channel, values in found.items():
-            report["documents"][channel]["int8_bits_per_byte"] = values["bits_per_byte"]
+            report["documents"][channel][f"{kind}_bits_per_byte"] = values["bits_per_byte"]
+        report.setdefault("bits_per_weight", {})[kind] = bits_per_weight(narrow.forward.weights)
     if options.texts:
         report["texts"], report["texts_skipped"] = file_bits_per_byte(
             engine, windows, text_files(options.texts), options.max_bytes
@@ -152,9 +154,10 @@ def report_lines(report: dict[str, Any]) -> list[str]:
             f"{values['gzip_bits_per_byte']:>9.4f} {values['documents']:>10,} {values['bytes']:>10,}"
         )
         lines += _unknown_lines(values)
-        if "int8_bits_per_byte" in values:
-            cost = values["int8_bits_per_byte"] - values["bits_per_byte"]
-            lines.append(t(f"    with 8-bit weights {values['int8_bits_per_byte']:>7.4f}  ({cost:+.5f})"))
+        for kind, bits in report.get("bits_per_weight", {}).items():
+            found = values[f"{kind}_bits_per_byte"]
+            cost = found - values["bits_per_byte"]
+            lines.append(t(f"    with {kind} weights {found:>9.4f}  ({cost:+.5f}; {bits:.2f} bits a weight)"))
     lines += _position_lines(report["documents"])
     lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
     for section, of_section in (("tasks", task_lines), ("suites", suite_lines), ("rewrites", rewrite_lines)):

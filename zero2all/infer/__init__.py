@@ -1,7 +1,7 @@
 """Using a trained model: one engine for generation and scoring.
 
 load        a run or a Hugging Face folder -> a model in memory
-weights     its tensors by layer, as the engine reads them, or its matrices in 8 bits
+weights     its tensors by layer, as the engine reads them, or its matrices in 8 or 4 bits
 cache       keys and values in blocks; blocks of equal content are shared
 forward     passes over ragged batches, in plain torch
 score       what a model says of the tokens of many texts: what they begin with is computed once
@@ -20,6 +20,10 @@ batch       many prompts as one batch, their results on disk, over kills
 conversation, talk   a conversation as it grows, and the terminal it is held in
 """
 
+from typing import Literal
+
 CHAT_TEMPERATURE = 0.7
 CHAT_NEW_TOKENS = 512
 """What `z2a chat` and the page of `z2a serve` begin with; all else is as in `sampling.Sampling`."""
+WeightKind = Literal["plain", "int8", "int4"]
+"""How the matrices of a model are kept: as they are, in 8 or in 4 bits (`weights`)."""

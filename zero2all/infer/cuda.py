@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.forward import wide_logits
-from zero2all.infer.weights import Int8Weight, LayerWeights, Weight, Weights
+from zero2all.infer.weights import Int4Weight, Int8Weight, LayerWeights, Weight, Weights, project
 from zero2all.ops.implementation import has_triton
 from zero2all.ops.precision import widened
 
@@ -72,6 +72,8 @@ def unsupported(weights: Weights) -> str:
         return "its projections have biases"
     if weights.embedding.dtype not in (torch.bfloat16, torch.float32):
         return f"its weights are {str(weights.embedding.dtype).removeprefix('torch.')}, not bfloat16 or float32"
+    if weights.embedding.dtype != torch.bfloat16 and isinstance(weights.layers[0].qkv, Int4Weight):
+        return "its matrices are in 4 bits, for which the kernels multiply in bfloat16, and the rest is in float32"
     widest = max(config.hidden_size, config.intermediate_size, config.heads * config.head_size)
     if widest > MOST_COLUMNS:
         return f"its matrices have up to {widest:,} columns; the kernels are for {MOST_COLUMNS:,} at most"
@@ -102,9 +104,10 @@ class CudaDecoder:
     def __init__(
         self, weights: Weights, blocks: KeyValueBlocks, max_len: int, never: Tensor | None = None, records: bool = True
     ) -> None:
-        from zero2all.ops.kernels import decode_attention, decode_greedy, decode_linear
+        from zero2all.ops.kernels import decode_attention, decode_greedy, decode_int4, decode_linear
 
         self._attention, self._greedy, self._linear = decode_attention, decode_greedy, decode_linear
+        self._int4 = decode_int4
         self.weights, self.blocks = weights, blocks
         self._device, self._dtype = weights.embedding.device, weights.embedding.dtype
         self._width = -(-max_len // BLOCK)
@@ -249,16 +252,20 @@ class CudaDecoder:
         return mixed
 
     def _matmul(self, x: Tensor, weight: Weight) -> Tensor:
-        return F.linear(x, weight) if isinstance(weight, Tensor) else self._product(x, weight)
+        return self._product(x, weight) if isinstance(weight, Int8Weight) else project(x, weight, None)
 
     def _product(
         self, x: Tensor, weight: Weight, y: Tensor | None = None, swiglu: bool = False, **details: Any
     ) -> Tensor:
         """See `decode_linear`; without `y`, in memory of its own."""
-        matrix, scales = (weight.values, weight.scales) if isinstance(weight, Int8Weight) else (weight, None)
-        assert isinstance(matrix, Tensor), "a weight is a tensor or in 8 bits: others are for the CPU"
         if y is None:
-            y = torch.empty(len(x), len(matrix) // (2 if swiglu else 1), dtype=self._dtype, device=x.device)
+            y = torch.empty(len(x), len(weight) // (2 if swiglu else 1), dtype=self._dtype, device=x.device)
+        if isinstance(weight, Int4Weight):  # the gain of the norm is in the matrix
+            has_norm = details.pop("gain", None) is not None
+            self._int4.few_rows(x, weight.values, weight.scales, y, has_norm, swiglu=swiglu, **details)
+            return y
+        matrix, scales = (weight.values, weight.scales) if isinstance(weight, Int8Weight) else (weight, None)
+        assert isinstance(matrix, Tensor), "a weight is a tensor, or in 8 or 4 bits as a GPU reads them"
         self._linear.decode_linear(x, matrix, scales, y, swiglu=swiglu, **details)
         return y
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zero2all.common.errors import UsageError
 from zero2all.common.memory import available_memory
+from zero2all.infer import WeightKind
 from zero2all.infer.boundary import Vocabulary
 from zero2all.infer.cache import BLOCK, BlockPool, KeyValueBlocks, block_bytes, block_keys
 from zero2all.infer.cuda import MOST_PROMPT_ROWS, CudaDecoder, obstacle
@@ -55,8 +56,8 @@ class EngineSettings:
     """Tokens of prompt and answer together; the model's own limit unless told."""
     prefill_tokens: int | None = None
     """Prompt tokens that are read in one pass: 512 on a CPU, 8,192 on a GPU."""
-    int8: bool = False
-    """Keep the matrices in 8 bits (see `weights`)."""
+    weights: WeightKind = "plain"
+    """How the matrices are kept: as they are, in 8 or in 4 bits (see `weights`)."""
     owns_model: bool = False
     """Nobody else uses the model that was loaded: the memory of what the engine does not need becomes free."""
 
@@ -88,8 +89,8 @@ class Engine:
         mesh = loaded.world and loaded.world.mesh
         self.model_config = config
         self._model, weights = loaded.model, weights_of(loaded.model, mesh.tensor.size if mesh else 1)
-        if settings.int8:
-            weights = quantise(weights)
+        if settings.weights != "plain":
+            weights = quantise(weights, settings.weights)
             if settings.owns_model:
                 drop_matrices(loaded.model)
         dtype = weights.embedding.dtype
@@ -104,7 +105,7 @@ class Engine:
             blocks = min(loaded.world.gather(blocks))
         self.pool = BlockPool(blocks)
         self.blocks = KeyValueBlocks(weights.config, blocks, dtype, self.device)
-        if not on_gpu and not settings.int8 and self.max_batch > 1:
+        if not on_gpu and settings.weights == "plain" and self.max_batch > 1:
             weights = packed_for_cpu(weights, available_memory())
         self.forward = self.make_forward(weights)
         self.slow_because = obstacle(weights) or ("a model that is spread over ranks" if mesh else "")
@@ -182,7 +183,7 @@ class Engine:
 
     def refresh(self) -> None:
         """Take up the values that the model's weights have now; what was computed with the old ones is forgotten. Not
-        for an engine in 8 bits."""
+        for an engine in 8 or 4 bits."""
         self.reset()
         old, weights = self.forward.weights, weights_of(self._model)
         if self.device.type == "cuda":  # recorded graphs read the tensors that they have

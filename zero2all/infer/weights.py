@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero2all.infer import WeightKind
 from zero2all.model.config import ModelConfig
 from zero2all.model.moe import MixtureOfExperts
 from zero2all.model.z2all import Block, Z2all
+from zero2all.ops.implementation import has_triton
 from zero2all.ops.registry import Ops
 from zero2all.ops.rope import QkNorm
 from zero2all.parallel.tensor import local_config
@@ -176,11 +178,23 @@ CHUNK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Int8Weight:
-    """A matrix in 8 bits."""
+class _Rounded:
+    values: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
 
-    values: Tensor  # int8 (rows, columns)
-    scales: Tensor  # float32 (rows,)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def __len__(self) -> int:
+        return self.rows
+
+
+class Int8Weight(_Rounded):
+    """A matrix in 8 bits: values int8 (rows, columns), scales float32 (rows,)."""
 
     def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
         """x W^T + bias for rows x (N, columns), in the dtype of x."""
@@ -206,14 +220,6 @@ class Int8Weight:
         """The matrix that it stands for."""
         return (self.values * self.scales.unsqueeze(1)).to(dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.values.nbytes + self.scales.nbytes
-
-    def __len__(self) -> int:
-        return len(self.values)
-
 
 def int8_weight(matrix: Tensor) -> Int8Weight:
     """A matrix (rows, columns) rounded to 8 bits, on its device."""
@@ -226,20 +232,129 @@ def int8_weight(matrix: Tensor) -> Int8Weight:
         scale = torch.where(scale > 0, scale, 1.0)  # of zeros, any
         scales[first : first + at_once] = scale
         values[first : first + at_once] = (rows / scale.unsqueeze(1)).round_()
-    return Int8Weight(values, scales)
+    return Int8Weight(values, scales, *matrix.shape)
 
 
-def quantise(weights: Weights) -> Weights:
-    """The same model with its matrices in 8 bits."""
+# Weights in 4 bits: numbers from -8 to 7, and a scale for each group of columns of a row.
+#
+# `ops.kernels.decode_int4` says why they are stored as they are: for 8 rows and 128 columns, for each row, 4 x 8 words
+# of 16 bits. Column 32 i + 8 t + n is in word (t, 2 i + n % 2), bits 4 (n // 2) to 4 (n // 2) + 3, plus 8. Rows and
+# columns are filled up with zeros. Gains of norms are multiplied into the matrices behind them before they are rounded.
 
-    def narrow(holder: LayerWeights | Weights, *names: str) -> dict[str, Any]:
-        kept = {name: getattr(holder, name) for name in names}
-        return {name: int8_weight(each) if isinstance(each, Tensor) else each for name, each in kept.items()}
+GROUP = 64
+"""Columns with one scale."""
+SHRINKS = (8 / 7, 1.1, 1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
+"""Scales that are tried for a group, times the one that makes its largest value -8. 8 / 7 cuts nothing off."""
+MOST_MULTIPLIED = 256
+"""Rows of input up to which our kernels multiply; for more, widening the matrix first takes less time."""
 
-    layers = [
-        dataclasses.replace(layer, **narrow(layer, "qkv", "out", "gate_up_pairs", "down")) for layer in weights.layers
-    ]
-    return dataclasses.replace(weights, layers=layers, **narrow(weights, "head"))
+
+class Int4Weight(_Rounded):
+    """A matrix in 4 bits: values int16 (rows / 8, columns / 128, 8, 4, 8); scales bfloat16 (rows / 8, columns / 128, 8,
+    groups), 16 times what the numbers are multiplied by, with 6 significant bits."""
+
+    def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
+        """x W^T + bias for rows x (N, columns), in the dtype of x."""
+        if not x.is_cuda or x.dtype != torch.bfloat16 or len(x) > MOST_MULTIPLIED or not has_triton():
+            return F.linear(x, self.widened(x.dtype), bias)
+        from zero2all.ops.kernels.decode_int4 import MOST_FEW, few_rows, many_rows
+
+        y = x.new_empty(len(x), self.rows)
+        (few_rows if len(x) <= MOST_FEW else many_rows)(x.contiguous(), self.values, self.scales, y)
+        return y if bias is None else y + bias
+
+    def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that it stands for."""
+        places = torch.arange(0, 16, 4, dtype=torch.int16, device=self.values.device)
+        numbers = ((self.values.unsqueeze(-1) >> places) & 15).to(torch.bfloat16) - 8  # b c g t (i e) k
+        scales = self.scales.repeat_interleave(8 // self.scales.shape[3], dim=3)[:, :, :, None, :, None] / 16
+        wide = (numbers * scales).unflatten(4, (4, 2))  # rounded once: 1 / 16 is exact
+        wide = wide.permute(0, 2, 1, 4, 3, 6, 5).reshape(8 * len(wide), -1)
+        return wide[: self.rows, : self.columns].to(dtype)
+
+
+class CpuInt4Weight(_Rounded):
+    """The same as torch's kernel for the CPU reads it: values as torch packs them; scales bfloat16 (groups of a row,
+    rows, 2), with what is added. It multiplies in bfloat16, summed in float32."""
+
+    def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
+        """See `StoredWeight`."""
+        width = 2 * self.values.shape[1]
+        low = F.pad(x, (0, width - self.columns)).to(torch.bfloat16).contiguous()
+        group = width // len(self.scales)
+        y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(low, self.values, group, self.scales)
+        y = y[:, : self.rows].to(x.dtype)
+        return y if bias is None else y + bias
+
+
+def int4_weight(matrix: Tensor, group: int = GROUP) -> Int4Weight | CpuInt4Weight:
+    """A matrix (rows, columns) rounded to 4 bits in groups of 32, 64 or 128 columns, on its device."""
+    rows, columns = matrix.shape
+    found = []
+    at_once = 16 * max(1, CHUNK_VALUES // (16 * columns)) if matrix.device.type == "cpu" else rows
+    for piece in matrix.split(at_once):
+        padded = F.pad(piece.float(), (0, -columns % 128, 0, -len(piece) % 16))
+        found.append(_rounded(padded.unflatten(1, (-1, group))))
+    numbers, scales = (torch.cat(each) for each in zip(*found, strict=True))  # (rows, groups, group), (rows, groups)
+    if matrix.device.type == "cpu" and _has_int4_cpu_kernel():
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.flatten(1).int(), 1)
+        with_zero = torch.stack((scales / 16, torch.zeros_like(scales)), dim=-1).transpose(0, 1).contiguous()
+        return CpuInt4Weight(packed, with_zero, rows, columns)
+    chunks = numbers.shape[1] * group // 128
+    words = numbers.view(-1, 8, chunks, 4, 4, 2, 2, 2).permute(0, 2, 1, 4, 3, 7, 5, 6).reshape(-1, chunks, 8, 4, 8, 4)
+    values = words[..., 0] | words[..., 1] << 4 | words[..., 2] << 8 | words[..., 3] << 12
+    by_chunk = scales.view(-1, 8, chunks, 128 // group).transpose(1, 2).contiguous()
+    return Int4Weight(values, by_chunk, rows, columns)
+
+
+def _rounded(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Groups (rows, groups, columns) -> numbers from 0 to 15 in int16, and 16 times the scales; of the scales that are
+    tried, those with the least square error."""
+    ends = wide.gather(-1, wide.abs().argmax(dim=-1, keepdim=True)) / -8
+    numbers, scales, least = torch.empty_like(wide), torch.empty_like(ends), torch.full_like(ends, torch.inf)
+    for shrink in SHRINKS:
+        bits = (ends * (16 * shrink)).to(torch.bfloat16).view(torch.int16)
+        scale = ((bits + 2) & ~3).view(torch.bfloat16).float()  # its last two bits are 0
+        scale = torch.where(scale == 0, 1.0, scale)  # of zeros, any
+        number = (wide * (16 / scale)).round_().clamp_(-8, 7)
+        error = (number * (scale / 16) - wide).square_().sum(dim=-1, keepdim=True)
+        is_better = error < least
+        numbers, scales = torch.where(is_better, number, numbers), torch.where(is_better, scale, scales)
+        least = torch.minimum(error, least)
+    return (numbers + 8).to(torch.int16), scales.squeeze(-1).to(torch.bfloat16)
+
+
+def quantise(weights: Weights, kind: WeightKind) -> Weights:
+    """The same model with its matrices in 8 or 4 bits; the head always in 8: in 4 it loses as much as all others."""
+
+    def stored(matrix: Weight | None, gain: Tensor | None = None) -> Any:
+        if not isinstance(matrix, Tensor):
+            return matrix
+        if kind == "int8":
+            return int8_weight(matrix)
+        return int4_weight(matrix if gain is None else matrix.float() * gain.float())
+
+    def narrow(layer: LayerWeights) -> LayerWeights:
+        norms = {"attention_norm": layer.qkv, "feed_forward_norm": layer.gate_up_pairs}
+        gains = {name: getattr(layer, name) for name, matrix in norms.items() if kind == "int4" and matrix is not None}
+        return dataclasses.replace(
+            layer,
+            qkv=stored(layer.qkv, gains.get("attention_norm")),
+            out=stored(layer.out),
+            gate_up_pairs=stored(layer.gate_up_pairs, gains.get("feed_forward_norm")),
+            down=stored(layer.down),
+            **{name: torch.ones_like(gain) for name, gain in gains.items()},
+        )
+
+    head = int8_weight(weights.head) if isinstance(weights.head, Tensor) else weights.head
+    return dataclasses.replace(weights, layers=[narrow(layer) for layer in weights.layers], head=head)
+
+
+def bits_per_weight(weights: Weights) -> float:
+    """Mean bits of the weights that are kept in 8 or 4 bits, with their scales and what fills a matrix up."""
+    kept = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
+    stored = [each for each in (*kept, weights.head) if isinstance(each, _Rounded)]
+    return 8 * sum(each.nbytes for each in stored) / max(1, sum(len(each) * each.columns for each in stored))
 
 
 def drop_matrices(model: Z2all) -> None:
@@ -268,3 +383,17 @@ def _has_cpu_kernel() -> bool:
     except (AttributeError, RuntimeError):
         return False
     return torch.equal(found, x @ values.float().t() * scales)
+
+
+@functools.cache
+def _has_int4_cpu_kernel() -> bool:
+    """The same of bfloat16 rows with weights in 4 bits; with plain instructions it would be slow."""
+    x, numbers = torch.arange(-64.0, 64.0).view(2, 64).bfloat16(), torch.arange(1024).view(16, 64) % 16
+    scales = torch.tensor([0.5, 0.0]).expand(1, 16, 2).bfloat16().contiguous()
+    try:
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
+        found = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 64, scales)
+    except (AttributeError, RuntimeError):
+        return False
+    is_right = torch.equal(found, (x.float() @ (numbers.float() - 8).t() / 2).bfloat16())
+    return is_right and torch.backends.cpu.get_cpu_capability().startswith("AVX")

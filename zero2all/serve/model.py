@@ -45,8 +45,8 @@ class ServedModel:
         self._facts = _facts(loaded)  # now: the engine may take weights over, and the folder may be gone later
         self._service = Service(loaded, self._settings)
         self._facts["max_len"] = self._service.engine.max_len
-        if self._settings.int8:
-            self._facts["dtype"] = "int8"
+        if self._settings.weights != "plain":
+            self._facts["dtype"] = self._settings.weights
         self._loaded = loaded
         if self.state == LOADING:
             self.state = READY

@@ -7,6 +7,7 @@ import torch
 
 from tests.ops.agreement import assert_close
 from zero2all.infer import cuda
+from zero2all.infer import weights as infer_weights
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.cuda import CudaDecoder, bucket_of, obstacle, unsupported
 from zero2all.infer.forward import Forward, Span
@@ -65,22 +66,24 @@ def products(request, monkeypatch):
 WIDE = dataclasses.replace(SMALL, fp32_residual=True, tied_embeddings=True, head_dim=16, heads=2, kv_heads=1)
 NORMED = dataclasses.replace(SMALL, qk_norm=True)
 CASES = {
-    "first": (SMALL, torch.float32, False, [0]),
-    "three": (SMALL, torch.float32, False, [5, 16, 47]),
-    "bfloat16": (SMALL, torch.bfloat16, False, [5, 16, 47]),
-    "8 bits": (SMALL, torch.bfloat16, True, [5, 20]),
-    "float32 residual and tied": (WIDE, torch.bfloat16, False, [5, 20]),
-    "qk_norm": (NORMED, torch.float32, False, [5, 16]),
-    "qk_norm in 8 bits": (NORMED, torch.float32, True, [5]),
+    "first": (SMALL, torch.float32, "plain", [0]),
+    "three": (SMALL, torch.float32, "plain", [5, 16, 47]),
+    "bfloat16": (SMALL, torch.bfloat16, "plain", [5, 16, 47]),
+    "8 bits": (SMALL, torch.bfloat16, "int8", [5, 20]),
+    "float32 residual and tied": (WIDE, torch.bfloat16, "plain", [5, 20]),
+    "4 bits and float32 residual": (WIDE, torch.bfloat16, "int4", [5]),
+    "qk_norm": (NORMED, torch.float32, "plain", [5, 16]),
+    "qk_norm in 8 bits": (NORMED, torch.float32, "int8", [5]),
 }
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize(("config", "dtype", "in_8_bits", "positions"), CASES.values(), ids=CASES)
-def test_logits_and_cache_are_those_of_the_plain_pass(device, config, dtype, in_8_bits, positions):
+@pytest.mark.parametrize(("config", "dtype", "kind", "positions"), CASES.values(), ids=CASES)
+def test_logits_and_cache_are_those_of_the_plain_pass(device, config, dtype, kind, positions, monkeypatch):
+    monkeypatch.setattr(infer_weights, "_has_int4_cpu_kernel", lambda: False)
     weights = new_weights(device, dtype, config)
-    pair = Pair(device, quantise(weights) if in_8_bits else weights, positions)
-    given, tolerance = (pair.tokens, pair.positions, pair.tables), max(TOLERANCE[dtype], 1e-5 * in_8_bits)
+    pair = Pair(device, weights if kind == "plain" else quantise(weights, kind), positions)
+    given, tolerance = (pair.tokens, pair.positions, pair.tables), max(TOLERANCE[dtype], 1e-5 * (kind != "plain"))
     assert_close(pair.fast.decode(*given), pair.plain.decode(*given), tolerance, "logits")
     pair.assert_same_cache(tolerance)
 
