@@ -10,8 +10,8 @@ from canvas import MARGIN, SMALL, WIDTH, Canvas, Theme
 from example import Example
 
 from zero2all.common.files import read_json
-from zero2all.tokenizer.save import TOKENIZER_NAME
 from zero2all.tokenizer.config import byte_alphabet
+from zero2all.tokenizer.save import TOKENIZER_NAME
 
 WORDS = (" capital", "首都")
 SENTENCES = ("The capital of France is Paris.", "中国的首都是北京。")
