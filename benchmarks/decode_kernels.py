@@ -263,8 +263,8 @@ def main() -> None:
         else:
             for kind, inputs in itertools.product(given.weights.split(","), map(int, given.inputs.split(","))):
                 title = f"{name}, {kind}, {inputs} rows"
-                measure = measure_int4 if kind == "int4" else measure_linear
-                cases[title] = functools.partial(measure, name, shapes[name], inputs, kind, copy_rate, device)
+                of_kind = measure_int4 if kind == "int4" else measure_linear
+                cases[title] = functools.partial(of_kind, name, shapes[name], inputs, kind, copy_rate, device)
         for title, measure in cases.items():
             results[title] = measure()
             show(title, results[title])

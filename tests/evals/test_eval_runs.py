@@ -54,11 +54,16 @@ def test_all_steps_are_evaluated_once_and_again_only_with_other_settings(copied,
     pairs.write_text("- {kind: capital, language: zh, pairs: ['中国的首都是{北京|巴黎}。']}", encoding="utf-8")
     text.write_text("The capital of France is Paris.")
     asked = ["--max-bytes", "200", "--probes", "none", "--pairs", str(pairs), "--text", str(text), "--stride", "32"]
+    asked += ["--weights", "int4"]
     words = ["eval", "tiny", "--all-steps", "--work", str(copied.root), *asked]
     assert main(words) == 0
     assert steps_of(capfd.readouterr().out) == ["15", "30"]
-    options = EvalOptions(max_bytes=200, stride=32, pairs=pairs, texts=(text,))
-    assert kept_report(copied.run("tiny"), 15, options)["texts"]["mine.txt"]["bytes"] == 31
+    options = EvalOptions(max_bytes=200, stride=32, pairs=pairs, texts=(text,), weights=("int4",))
+    report = kept_report(copied.run("tiny"), 15, options)
+    assert report["texts"]["mine.txt"]["bytes"] == 31
+    documents = report["documents"]["en"]
+    assert 0 < abs(documents["int4_bits_per_byte"] - documents["bits_per_byte"]) < 0.1
+    assert 4 < report["bits_per_weight"]["int4"] < 9
     for metric in ("eval/pairs/accuracy/zh", "eval/texts/bpb/mine.txt", "eval/by_position/en/loss/0001"):
         assert RunReader(copied.run("tiny")).series(metric).step.tolist() == [15, 30], metric
 

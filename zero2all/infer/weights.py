@@ -337,14 +337,10 @@ def quantise(weights: Weights, kind: WeightKind) -> Weights:
     def narrow(layer: LayerWeights) -> LayerWeights:
         norms = {"attention_norm": layer.qkv, "feed_forward_norm": layer.gate_up_pairs}
         gains = {name: getattr(layer, name) for name, matrix in norms.items() if kind == "int4" and matrix is not None}
-        return dataclasses.replace(
-            layer,
-            qkv=stored(layer.qkv, gains.get("attention_norm")),
-            out=stored(layer.out),
-            gate_up_pairs=stored(layer.gate_up_pairs, gains.get("feed_forward_norm")),
-            down=stored(layer.down),
-            **{name: torch.ones_like(gain) for name, gain in gains.items()},
-        )
+        found: dict[str, Any] = {name: torch.ones_like(gain) for name, gain in gains.items()}
+        found["qkv"] = stored(layer.qkv, gains.get("attention_norm"))
+        found["gate_up_pairs"] = stored(layer.gate_up_pairs, gains.get("feed_forward_norm"))
+        return dataclasses.replace(layer, **found, out=stored(layer.out), down=stored(layer.down))
 
     head = int8_weight(weights.head) if isinstance(weights.head, Tensor) else weights.head
     return dataclasses.replace(weights, layers=[narrow(layer) for layer in weights.layers], head=head)
@@ -352,9 +348,11 @@ def quantise(weights: Weights, kind: WeightKind) -> Weights:
 
 def bits_per_weight(weights: Weights) -> float:
     """Mean bits of the weights that are kept in 8 or 4 bits, with their scales and what fills a matrix up."""
-    kept = [each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)]
+    kept: list[Any] = [
+        each for layer in weights.layers for each in (layer.qkv, layer.out, layer.gate_up_pairs, layer.down)
+    ]
     stored = [each for each in (*kept, weights.head) if isinstance(each, _Rounded)]
-    return 8 * sum(each.nbytes for each in stored) / max(1, sum(len(each) * each.columns for each in stored))
+    return 8 * sum(each.nbytes for each in stored) / max(1, sum(each.rows * each.columns for each in stored))
 
 
 def drop_matrices(model: Z2all) -> None:
