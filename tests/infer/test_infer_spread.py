@@ -112,7 +112,9 @@ def test_a_model_that_does_not_fit_says_over_how_many_ranks_it_would(trained_wor
     monkeypatch.setattr(load, "available_memory", lambda: 400_000)
     with pytest.raises(UsageError, match=r"tiny needs 0.6 MB .* has 0.4 MB.* --parallel.tensor 2"):
         load_model("tiny", trained_workspace, device="cpu")
-    monkeypatch.setattr(load, "_layout_problems", lambda _, sizes: ["no tensor ranks"] * (sizes.tensor > 1))
+    problems = load._layout_problems
+    odd = ["no tensor ranks"]
+    monkeypatch.setattr(load, "_layout_problems", lambda *layout: problems(*layout) or odd * (layout[1].tensor > 1))
     with pytest.raises(UsageError, match=r"Spread it over 2 GPUs: --parallel.pipeline 2"):
         load_model("tiny", trained_workspace, device="cpu")
     monkeypatch.setattr(load, "available_memory", lambda: 1000)
