@@ -409,7 +409,7 @@ share("""
     --dtype float32|bfloat16|float16  precision of weights and computation (default: bfloat16 on a GPU, float32 on
         the CPU)
     --weights plain|int8|int4 =plain  int8, int4: keep the weights of linear layers in 8 or 4 bits: less memory,
-        slightly worse; int4 is also faster for few texts on a GPU (default plain: as --dtype says)
+        slightly worse (default plain: as --dtype says)
     --parallel.tensor/tensor N:int>=1 =1      ranks that share the heads of each block and their cache (default 1)
     --parallel.pipeline/pipeline N:int>=1 =1  ranks that have some of the blocks each (default 1)
     --top-k N:int>=0 =0               sample only from the N most likely tokens (default 0: all)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zero2all.common.errors import UsageError
 from zero2all.infer import WeightKind
 from zero2all.model.config import ModelConfig
 from zero2all.model.moe import MixtureOfExperts
@@ -343,7 +344,20 @@ def quantise(weights: Weights, kind: WeightKind) -> Weights:
         return dataclasses.replace(layer, **found, out=stored(layer.out), down=stored(layer.down))
 
     head = int8_weight(weights.head) if isinstance(weights.head, Tensor) else weights.head
-    return dataclasses.replace(weights, layers=[narrow(layer) for layer in weights.layers], head=head)
+    layers = [narrow(layer) for layer in weights.layers]
+    _check_products(layers[0].qkv)
+    return dataclasses.replace(weights, layers=layers, head=head)
+
+
+def _check_products(weight: Weight) -> None:
+    """UsageError where the kernels for 4 bits, with their own machine code, multiply wrongly on this GPU."""
+    if isinstance(weight, Int4Weight) and weight.values.is_cuda:
+        for rows in (1, 32):
+            x = torch.randn(rows, weight.columns, device=weight.values.device).to(torch.bfloat16)
+            expected = F.linear(x.float(), weight.widened())
+            if not (weight.project(x, None).float() - expected).norm() < 0.02 * expected.norm():
+                name = torch.cuda.get_device_name(weight.values.device)
+                raise UsageError(f"4-bit weights give wrong products on {name}. Use --weights int8 or plain.")
 
 
 def bits_per_weight(weights: Weights) -> float:

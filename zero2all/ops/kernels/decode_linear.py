@@ -25,14 +25,6 @@ MOST_INPUTS = 64
 """Rows of input that one program takes. More are several programs, which read the same weights."""
 
 
-_BYTE = "prmt.b32 word, bytes, 0x4B000000, 0x754{k};\nmov.b32 ${k}, word;\nsub.f32 ${k}, ${k}, 0f4B000080;\n"
-BYTES = tl.constexpr(
-    "{ .reg .b32 bytes, word;\nxor.b32 bytes, $4, 0x80808080;\n" + "".join(_BYTE.format(k=k) for k in range(4)) + "}"
-)
-"""Four numbers of 8 bits -> float32: q + 128 as the last bits of 2^23 + q + 128, less 2^23 + 128. A GPU converts whole
-numbers at an eighth of the speed it adds at."""
-
-
 @dataclass(frozen=True)
 class Tiles:
     """The part of W that a program holds at a time, and how many threads do."""
@@ -52,20 +44,10 @@ def _swiglu(pairs):
 
 
 @triton.jit
-def _wide(weight, INTERPRETED: tl.constexpr):
-    """float32."""
-    if weight.dtype == tl.int8 and not INTERPRETED:
-        return tl.inline_asm_elementwise(
-            BYTES, "=f,=f,=f,=f,r", [weight], dtype=tl.float32, is_pure=True, pack=4
-        )  # fmt: skip
-    return weight.to(tl.float32)
-
-
-@triton.jit
 def _one_row(
     x, gain, weight, scales, y, rows, eps,
     COLUMNS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
-    OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
@@ -93,7 +75,7 @@ def _one_row(
         if NORM:
             squares += value * value
             value *= tl.load(gain + first + column, mask=inside, other=0.0).to(tl.float32)
-        products += _wide(tile, INTERPRETED) * value[None, :]
+        products += tile.to(tl.float32) * value[None, :]
     product = tl.sum(products, axis=1)
     if NORM:
         product *= 1.0 / tl.sqrt(tl.sum(squares, axis=0) / COLUMNS + eps)
@@ -112,7 +94,7 @@ def _one_row(
 def _few_rows(
     x, gain, weight, scales, y, inputs, rows, eps,
     COLUMNS: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
-    OVERLAP: tl.constexpr, INTERPRETED: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -133,7 +115,7 @@ def _few_rows(
             squares += tl.sum(wide * wide, axis=1)
             scaled = wide * tl.load(gain + first + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             value = scaled.to(gain.dtype.element_ty)
-        products = tl.dot(value, _wide(tile, INTERPRETED).to(value.dtype), products, input_precision="ieee")
+        products = tl.dot(value, tile.to(value.dtype), products, input_precision="ieee")
     if NORM:
         products *= (1.0 / tl.sqrt(squares / COLUMNS + eps))[:, None]
     if SCALED:
@@ -181,7 +163,6 @@ def decode_linear(
     inputs, (rows, columns) = len(x), weight.shape
     tiles = tiles or tiles_for(inputs, rows, columns, weight.itemsize, x.itemsize)
     flags = {"COLUMNS": columns, "NORM": gain is not None, "SCALED": scales is not None, "SWIGLU": swiglu, "ADD": add}
-    flags["INTERPRETED"] = x.device.type == "cpu"
     size = {"ROWS": tiles.rows, "BLOCK": tiles.columns, "num_warps": tiles.warps, **overlapped(x.device)}
     gain = x if gain is None else gain
     scales = x if scales is None else scales
