@@ -41,7 +41,7 @@ OUR_KERNELS = {
     **dict.fromkeys(("_row_sums", "_slopes", "_last_columns", "_close_rows", "_scales"), Kernel(LOSS)),
     "_sum_of_squares": Kernel(OPTIMIZER),  # the norm of the gradient
     **dict.fromkeys(("_attend", "_write"), Kernel(ATTENTION)),  # `_write`: keys and values into the cache of decoding
-    **dict.fromkeys(("_one_row", "_few_rows"), Kernel(GEMM)),
+    **dict.fromkeys(("_one_row", "_few_rows", "_many_rows"), Kernel(GEMM)),
 }
 """The Triton kernels of `zero2all.ops.kernels`, by the name of their function."""
 

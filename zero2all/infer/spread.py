@@ -32,16 +32,8 @@ from zero2all.infer.forward import Forward
 from zero2all.infer.job import Job, Request, Scores
 from zero2all.infer.load import LoadedModel, stage_without_values
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.weights import (
-    LEAST_PACKED,
-    Int8Weight,
-    PackedWeight,
-    Weight,
-    Weights,
-    matrices_of,
-    project,
-    weights_of,
-)
+from zero2all.infer.weights import LEAST_PACKED, PackedWeight, Weight, Weights
+from zero2all.infer.weights import bits_per_weight, matrices_of, project, weights_of
 from zero2all.ops.precision import widened
 from zero2all.ops.rms_norm import RmsNormOp
 from zero2all.parallel.config import DeviceKind, MeshSizes, ParallelConfig
@@ -222,7 +214,7 @@ class RankMemory(NamedTuple):
     """Bytes that a rank needs of its device; CUDA's context and the buffers of NCCL come on top."""
 
     weights: int
-    """With what the engine makes of them: 8 bits, second copies for a CPU."""
+    """With what the engine makes of them: 8 or 4 bits, second copies for a CPU."""
     cache: int
     working: int
     """Of the largest pass."""
@@ -237,8 +229,8 @@ def rank_memory(engine: Engine, sizes: MeshSizes, stage: int) -> RankMemory:
     weights = sum(each.nbytes for each in (*model.parameters(), model.cos, model.sin))
     if engine.model_config.embedding_norm:
         weights += part.embedding.nbytes
-    if isinstance(own.layers[0].qkv, Int8Weight):
-        weights += sum(each.numel() + 4 * len(each) - each.nbytes for each in matrices)
+    if bits := bits_per_weight(own):
+        weights += sum(int(each.numel() * bits / 8) - each.nbytes for each in matrices)
     elif any(isinstance(each, PackedWeight) for each in matrices_of(own)):
         weights += sum(each.nbytes for each in matrices if each.numel() >= LEAST_PACKED)
     config = part.config

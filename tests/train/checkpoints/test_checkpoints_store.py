@@ -88,7 +88,7 @@ def test_parameters_that_learn_are_filled_in_place_and_any_layout_is_saved(open_
 
 
 def test_files_are_cut_between_tensors_at_the_size_asked_for_and_read_in_stretches(open_store, monkeypatch):
-    monkeypatch.setattr("zero2all.train.checkpoints.load.READ_BYTES", 7 * 12)
+    monkeypatch.setattr("zero2all.train.checkpoints.tensor_file.READ_BYTES", 7 * 12)
     store = open_store(rules=SaveRules(largest_file_bytes=1000))
     tensors = {f"model/{n}": torch.full((n * 40,), float(n)) for n in range(1, 8)}
     folder = store.save(1, Snapshot.of_tensors(tensors), {}).folder()

@@ -123,6 +123,7 @@ def learn_bpe(
     pieces_wanted: int,
     resources: BpeResources,
     rules: BpeRules = DEFAULT_RULES,
+    say: Callable[[str], None] = say,
 ) -> LearnedBpe:
     """Learn `pieces_wanted` pieces (vocabulary size less control tokens) from the text of `parts`."""
     scratch, forbidden, normalisation = resources.scratch, rules.forbidden, rules.normalisation
