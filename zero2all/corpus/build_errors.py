@@ -19,8 +19,8 @@ def nothing_readable(source: Source, skipped: Mapping[str, int], notes: Sequence
     if skipped:
         sentences.append(f"Files left out: {counts_in_words(skipped)}.")
     sentences.append(
-        "Expected text, JSON lines, JSON arrays or objects, CSV or parquet, plain, compressed or in archives, in files "
-        "whose names do not start with a dot."
+        "Expected text, JSON lines, JSON arrays or objects, CSV, parquet, pages or books, plain, compressed or in "
+        "archives, in files whose names do not start with a dot."
     )
     sentences += [f"{note}." for note in notes[:3]]
     return BadInputError(" ".join([*sentences, "Check the path."]))

@@ -15,7 +15,7 @@ from zero2all.common.workspace import STAMP_NAME
 CODE_SUFFIXES = frozenset({
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".java", ".js", ".jsx", ".ts", ".tsx", ".go",
     ".rs", ".rb", ".php", ".cs", ".swift", ".kt", ".scala", ".lua", ".pl", ".sh", ".bash", ".sql", ".r", ".jl", ".hs",
-    ".ml", ".vue", ".css", ".html", ".toml", ".yaml", ".yml", ".cmake", ".asm",
+    ".ml", ".vue", ".css", ".toml", ".yaml", ".yml", ".cmake", ".asm",
 })
 # fmt: on
 WORKSPACE_FOLDERS = frozenset({"corpus", "tokenizer", "packed", "runs", "sft"})

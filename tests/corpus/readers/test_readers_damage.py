@@ -79,7 +79,7 @@ def test_garbage_lines_cost_themselves_not_the_file(tmp_path: Path, at: list[int
     assert len(damaged_of(items)) == 5
 
 
-@pytest.mark.parametrize("head", [b"\x89PNG\r\n\x1a\n", b"", b"%PDF-1.4\n", b"SQLite format 3\0"])
+@pytest.mark.parametrize("head", [b"\x89PNG\r\n\x1a\n", b"", b"\x7fELF\n", b"SQLite format 3\0"])
 def test_binary_files_are_still_left_out(head: bytes):
     noise = random.Random(3).randbytes(20_000)
     assert sniff(head + noise, "a.jsonl").format is Format.BINARY

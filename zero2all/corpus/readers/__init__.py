@@ -7,13 +7,14 @@
     streams      gzip, bzip2, xz, zst; bombs refused; zst frames
     archives     tar, zip, 7z, rar, one inside another
     lines, arrays, tables, texts    the formats
+    pages, markup, documents, dumps    marked-up documents → Markdown; many in one stream
     chats        messages joined to conversations
     kernels      the two compiled scans
 
 Memory does not grow with the file, and an item above `max_record_bytes` goes to quarantine unread. A reader never
 raises for bad content: it yields `Damaged` and goes on; where it cannot go on, `ends_file` is set. The units of a file
 give exactly what reading it in one unit gives, and so does going on at the cursor of any item. pyarrow, numba,
-zstandard and libarchive are imported only when a file needs them.
+zstandard, libarchive, lxml and pypdf are imported only when a file needs them.
 """
 
 # ruff: noqa: F401 - what other rooms import from here

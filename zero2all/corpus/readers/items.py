@@ -30,15 +30,26 @@ class Format(StrEnum):
     PARQUET = "parquet"
     CSV = "csv"
     TEXT = "text"
+    HTML = "html"
+    XML = "xml document"
+    LATEX = "latex"
+    PDF = "pdf"
+    WARC = "warc"
+    MEDIAWIKI = "mediawiki dump"
     ARCHIVE = "archive"
     EMPTY = "empty"
     BINARY = "binary"
     COMPRESSED = "compressed in an unknown way"
     NEEDS_LIBARCHIVE = "needs libarchive"
+    NEEDS_PYPDF = "needs pypdf"
     UNREADABLE = UNREADABLE
 
 
-NOT_READ = frozenset({Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.UNREADABLE})
+NOT_READ = frozenset(
+    {Format.EMPTY, Format.BINARY, Format.COMPRESSED, Format.NEEDS_LIBARCHIVE, Format.NEEDS_PYPDF, Format.UNREADABLE}
+)
+DOCUMENTS = frozenset({Format.HTML, Format.XML, Format.LATEX, Format.PDF})
+"""One document a file, made of its markup."""
 
 
 class TextBy(StrEnum):

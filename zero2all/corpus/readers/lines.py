@@ -18,6 +18,7 @@ from zero2all.corpus.readers.items import (
     RawRow,
     ReaderLimits,
     first_line_of,
+    suffix_of,
     too_large,
     wrong_encoding,
 )
@@ -31,6 +32,7 @@ MAX_VALUES = 2_500_000
 LENIENT_BYTES = 8_000_000
 """The standard parser, which takes what orjson refuses, needs several times the memory: only up to this size."""
 HEAD_KEPT = 1000
+MARKDOWN_SUFFIXES = frozenset({".md", ".mdx", ".markdown", ".qmd", ".rmd"})
 MAX_REPLACED_SHARE = 0.002
 """A plain text with a larger share of undecodable characters is damaged; as in the rule `replacement_characters`."""
 
@@ -239,6 +241,10 @@ def text_row(data: bytes, origin: ItemOrigin, at: int, end: int, whole: bool) ->
         return None
     others: dict[str, Any] = {"file": origin.name} if whole else {"file": origin.name, "offset": at}
     title = (origin.member or origin.file) if origin.is_code else ""
+    if whole and suffix_of(origin.name) in MARKDOWN_SUFFIXES:
+        from zero2all.corpus.readers.markup import without_front_matter
+
+        title, text, _ = without_front_matter(text)
     fields = {"content": text, "title": title, "others": others}
     return RawRow(fields, origin, at, end, is_document=True, replaced=replaced)
 

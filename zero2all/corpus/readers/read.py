@@ -15,6 +15,7 @@ from zero2all.corpus.readers.archives import ArchiveMember
 from zero2all.corpus.readers.chats import conversations
 from zero2all.corpus.readers.encodings import Transcoded, newline_of
 from zero2all.corpus.readers.items import (
+    DOCUMENTS,
     FINISHED,
     NOT_READ,
     Cursor,
@@ -46,6 +47,7 @@ from zero2all.corpus.readers.sniff import (
     HEAD_BYTES,
     JSON_SUFFIXES,
     STREAMS,
+    TEXT_OF_BOOK,
     SniffedFormat,
     container_of,
     inner_name,
@@ -170,6 +172,8 @@ class _UnitReader:
         first = resume[0] if resume else 0
         if first == FINISHED:
             return
+        book = suffix_of(member or self.name) if kind == "zip" else ""
+        book = book if book in TEXT_OF_BOOK else ""
         if kind in ("7z", "rar") and not archives.has_libarchive():
             self.on_skip(Format.NEEDS_LIBARCHIVE, self._label(member))
             return
@@ -181,7 +185,7 @@ class _UnitReader:
                         continue
                     inner = resume[1:] if resume and entry.number == first else None
                     if inner != [FINISHED]:
-                        yield from self._member(entry, member, path, depth, inner)
+                        yield from self._member(entry, member, path, depth, inner, book)
         except StreamError as error:
             origin = self._origin(SniffedFormat(Format.ARCHIVE), self.name, member, path)
             words = f"{kind}: {error.detail}"
@@ -218,7 +222,13 @@ class _UnitReader:
         yield from reader.members(first, end)
 
     def _member(
-        self, entry: archives.ArchiveMember, outer: str, path: tuple[int, ...], depth: int, resume: Cursor | None
+        self,
+        entry: archives.ArchiveMember,
+        outer: str,
+        path: tuple[int, ...],
+        depth: int,
+        resume: Cursor | None,
+        book: str,
     ) -> Items:
         name = entry.name.removeprefix("./")
         member = f"{outer}/{name}" if outer else name
@@ -237,6 +247,8 @@ class _UnitReader:
             yield Damaged(place, problem.reason, problem.detail, entry.size, "", False, origin, cursor)
         elif entry.skip or archives.is_hidden(name):
             self.on_skip(entry.skip or "hidden", self._label(member))
+        elif book and not re.fullmatch(TEXT_OF_BOOK[book], name, re.IGNORECASE):
+            return  # pictures, styles
         elif entry.open is not None:
             yield from self._stream(entry.open(), name, member, inner_path, depth + 1, resume)
 
@@ -287,6 +299,10 @@ class _UnitReader:
 
             skip_header = found.has_header and is_beginning
             yield from read_csv(stream, origin, limits, at, found, skip_header)
+        elif found.format in (Format.WARC, Format.MEDIAWIKI):
+            from zero2all.corpus.readers.dumps import DUMPS
+
+            yield from DUMPS[found.format](stream, origin, limits, at, self.on_skip)
         elif self._is_whole(origin, size):
             yield from read_whole(stream, origin, limits)
         elif limits.text_by is TextBy.LINE:
@@ -313,7 +329,7 @@ class _UnitReader:
     def _is_whole(self, origin: ItemOrigin, size: int) -> bool:
         """Whether all of a file or member is one item."""
         if origin.format is not Format.TEXT:
-            return origin.format is Format.JSON_OBJECT
+            return origin.format in DOCUMENTS or origin.format is Format.JSON_OBJECT
         if origin.is_code or self.limits.text_by is TextBy.FILE:
             return True
         return self.limits.text_by is TextBy.AUTO and size <= self.limits.split_text_above_bytes
@@ -361,6 +377,10 @@ def read_whole(stream: Stream, origin: ItemOrigin, limits: ReaderLimits) -> Item
         item = broken_item(stream, origin, size, whole)
     elif origin.format is Format.JSON_OBJECT:
         item = parse_record(whole, origin.data, origin, 0, size)
+    elif origin.format in DOCUMENTS:
+        from zero2all.corpus.readers.documents import document_row
+
+        item = document_row(whole, origin, 0, size)
     else:
         item = text_row(whole, origin, 0, size, whole=True)
     if item is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from zero2all.common import jsonio
@@ -19,11 +20,22 @@ JSON_LINE_SHARE = 0.2
 
 JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson", ".jsonlines"})
 CSV_SUFFIXES = frozenset({".csv", ".tsv", ".tab", ".psv"})
-PROSE_SUFFIXES = frozenset({".md", ".rst", ".tex", ".log", ".srt"})
-DOCUMENT_SUFFIXES = frozenset(
-    {".docx", ".xlsx", ".pptx", ".odt", ".ods", ".odp", ".jar", ".apk", ".epub", ".npz", ".pt", ".pth"}
+PROSE_SUFFIXES = frozenset({".md", ".rst", ".log", ".srt"})
+PAGE_SUFFIXES = frozenset({".html", ".htm", ".xhtml", ".xht"})
+XML_ROOTS = re.compile(
+    r"book|article|chapter|part|section|sect1|refentry|reference|appendix|preface|set|glossary|FictionBook|w:document|"
+    r"office:document-content|pmc-articleset"
 )
+"""DocBook, JATS (articles of journals), FictionBook, Word, OpenDocument."""
+_ROOT = re.compile(
+    rb"(?>\s+|<\?.*?\?>|<!--.*?-->|<!doctype[^\[>]*(?>\[.*?\]\s*)?>)*+<([\w:.-]+)", re.DOTALL | re.IGNORECASE
+)
+_HTML = re.compile(rb"\s*<!doctype\s+html", re.IGNORECASE)
+TEXT_OF_BOOK = {".epub": r".*\.x?html?", ".docx": r"word/document\.xml", ".odt": r"content\.xml"}
+"""Zip files with their text in some members: which they are."""
+DOCUMENT_SUFFIXES = frozenset({".xlsx", ".pptx", ".ods", ".odp", ".jar", ".apk", ".npz", ".pt", ".pth"})
 """Zip files inside, but what they hold is no set of texts."""
+OFFICE_SUFFIXES = frozenset({".doc", ".rtf", ".wps", ".xls", ".ppt", ".xlsx", ".pptx", ".ods", ".odp"})
 STREAMS = {"gzip": ".gz .gzip .tgz", "bzip2": ".bz2 .tbz .tbz2", "xz": ".xz .txz", "zstd": ".zst .zstd .tzst"}
 ARCHIVES = frozenset({"tar", "zip", "7z", "rar"})
 # fmt: off
@@ -41,6 +53,7 @@ _FIRST_KEY = re.compile(rb'\[\s*\{\s*"((?:[^"\\]|\\.)*)"\s*:')
 _OTHER_COMPRESSION = (b"\x04\x22\x4d\x18", b"\x1f\x9d", b"LZIP", b"\x89LZO")
 _HEADER_FIELD = re.compile(r"[^\W\d][\w \-./()#]{0,39}")
 _FIGURES = re.compile(r"[\d\s.,:/%+eETZ$€¥£-]*")
+ZIP_STARTS = (b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
 HEADER_CHARS = 60
 """A name in a header is not longer."""
 LONG_CELL = 40
@@ -70,7 +83,7 @@ def container_of(head: bytes, name: str) -> str:
         return "xz"
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
         return "zstd"
-    if head.startswith((b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")):
+    if head.startswith(ZIP_STARTS):
         return "" if suffix_of(name) in DOCUMENT_SUFFIXES else "zip"
     if head.startswith(b"7z\xbc\xaf\x27\x1c"):
         return "7z"
@@ -91,6 +104,20 @@ def _is_tar(head: bytes) -> bool:
         return False
 
 
+def has_pypdf() -> bool:
+    """Whether PDF can be read here."""
+    return find_spec("pypdf") is not None
+
+
+def advice(format_: Format, name: str) -> str:
+    """What to do about a file that is not read."""
+    if format_ is Format.NEEDS_PYPDF:
+        return "reading pdf needs pypdf: pip install 'zero2all[pdf]'"
+    if format_ is Format.BINARY and suffix_of(name) in OFFICE_SUFFIXES:
+        return "convert it first, for example: libreoffice --headless --convert-to docx FILE (csv for a sheet)"
+    return ""
+
+
 def inner_name(name: str, compression: str) -> str:
     """`a.jsonl` for `a.jsonl.gz`, `a.tar` for `a.tgz`."""
     suffix = suffix_of(name)
@@ -108,6 +135,10 @@ def sniff(head: bytes, name: str, whole: bool | None = None, sample: bytes = b""
     suffix = suffix_of(name) or (name.lower() if name.startswith(".") else "")
     if not head:
         return SniffedFormat(Format.EMPTY)
+    if head.startswith(b"%PDF-"):
+        return SniffedFormat(Format.PDF if has_pypdf() else Format.NEEDS_PYPDF)
+    if head.startswith(ZIP_STARTS) and suffix in DOCUMENT_SUFFIXES:  # one without compression looks like text
+        return SniffedFormat(Format.BINARY)
     if head.startswith(b"PAR1"):
         return SniffedFormat(Format.PARQUET)
     if head.startswith(_OTHER_COMPRESSION):
@@ -129,6 +160,9 @@ def _sniff_text(text: bytes, suffix: str, whole: bool) -> SniffedFormat:
     if suffix in CODE_SUFFIXES:
         return SniffedFormat(Format.TEXT)
     body = text.lstrip()
+    markup = _sniff_markup(body, suffix)
+    if markup is not None:
+        return SniffedFormat(markup)
     named_json = suffix in JSON_SUFFIXES
     if body.startswith(b"["):
         if _ARRAY_START.match(body) or (named_json and _JSON_ARRAY.match(body)):
@@ -140,6 +174,24 @@ def _sniff_text(text: bytes, suffix: str, whole: bool) -> SniffedFormat:
     if named_json and _has_json_lines(body, whole):
         return SniffedFormat(Format.JSON_LINES)
     return _sniff_table(text, suffix, whole) or SniffedFormat(Format.TEXT)
+
+
+def _sniff_markup(body: bytes, suffix: str) -> Format | None:
+    """What a text that is marked up holds; None: plain text, or XML of no known kind."""
+    if body[:1] == b"<":
+        found = _ROOT.match(body)
+        root = found[1].decode("ascii", "replace") if found else ""
+        if root == "mediawiki":
+            return Format.MEDIAWIKI
+        if XML_ROOTS.fullmatch(root):
+            return Format.XML
+        if root.lower() in ("html", "head", "body") or _HTML.match(body):
+            return Format.HTML
+    if suffix in PAGE_SUFFIXES:
+        return Format.HTML
+    if body.startswith(b"WARC/"):
+        return Format.WARC
+    return Format.LATEX if suffix in (".tex", ".latex") else None
 
 
 def _sniff_objects(body: bytes, named_json: bool, whole: bool) -> Format:

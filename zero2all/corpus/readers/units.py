@@ -18,8 +18,17 @@ from typing import BinaryIO
 from zero2all.corpus.listing import CODE_SUFFIXES, InputFile, open_input
 from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_libarchive
 from zero2all.corpus.readers.encodings import newline_of
-from zero2all.corpus.readers.items import Format, ReaderLimits, TextBy, Unit, first_line_of, suffix_of
-from zero2all.corpus.readers.sniff import ARCHIVES, HEAD_BYTES, STREAMS, SniffedFormat, container_of, inner_name, sniff
+from zero2all.corpus.readers.items import NOT_READ, Format, ReaderLimits, TextBy, Unit, first_line_of, suffix_of
+from zero2all.corpus.readers.sniff import (
+    ARCHIVES,
+    HEAD_BYTES,
+    STREAMS,
+    SniffedFormat,
+    advice,
+    container_of,
+    inner_name,
+    sniff,
+)
 from zero2all.corpus.readers.streams import FileSlice, Guard, Stream, StreamError, decompress
 
 LOOK_BYTES = 1 << 16
@@ -47,6 +56,8 @@ def _plan(file: InputFile, handle: BinaryIO, limits: ReaderLimits) -> list[Unit]
         return _plan_parquet(unit, handle, limits)
     if found.format is Format.NEEDS_LIBARCHIVE:
         return [replace(unit, note=INSTALL_LIBARCHIVE)]
+    if found.format in NOT_READ:
+        return [replace(unit, note=advice(found.format, file.name))]
     borders = _borders(unit, handle, limits)
     return _split(unit, borders, borders, file.size_bytes)
 

@@ -1,0 +1,279 @@
+"""Markup written by hand -> Markdown: wikitext, LaTeX, and the front matter of Markdown.
+
+Done by substitutions that look at a short piece each, from the inside out, so that no nesting takes long. What must not
+be touched (code, maths) is put aside first. What a template or an unknown command would print is not known: templates
+of wikis are left out but for a few that hold text, commands of LaTeX lose their name and keep their arguments.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterator
+from html import unescape
+
+from zero2all.corpus.readers.pages import MOST_INDENTED, Block, Page, markdown
+
+MOST_NESTED = 40
+"""Templates, links and arguments inside one another that are resolved."""
+_ASIDE = re.compile("\ue000(\\d+)\ue001")
+_FRONT_MATTER = re.compile(r"\ufeff?(---|\+\+\+)[ \t]*\r?\n(.*?)\r?\n\1[ \t]*(?:\r?\n|$)", re.DOTALL)
+_FRONT_TITLE = re.compile(r"""^title\s*[:=]\s*(["']?)(.+?)\1\s*$""", re.MULTILINE)
+
+
+def without_front_matter(text: str) -> Page:
+    """Markdown without the block of settings above it, which names its title."""
+    found = _FRONT_MATTER.match(text)
+    if not found or not re.search(r"^[\w-]+\s*[:=]", found[2], re.MULTILINE):
+        return Page("", text)
+    title = _FRONT_TITLE.search(found[2])
+    return Page(title[2] if title else "", text[found.end() :].lstrip("\r\n"))
+
+
+class _Aside:
+    """Pieces of a text that are put aside and come back as they were."""
+
+    def __init__(self) -> None:
+        self._kept: list[str] = []
+
+    def put(self, text: str) -> str:
+        self._kept.append(text)
+        return f"\ue000{len(self._kept) - 1}\ue001"
+
+    def back(self, text: str) -> str:
+        """A piece may have been put aside inside another."""
+        while "\ue000" in text:
+            text = _ASIDE.sub(lambda found: self._kept[int(found[1])], text)
+        return text
+
+
+def _pairs(text: str, opening: re.Pattern[str], replace: Callable[[re.Match[str], str], str]) -> str:
+    """Every stretch from an opening to its closing replaced. A closing that was missed once is not looked for again, so
+    that the time does not grow with the square of the text."""
+    out: list[str] = []
+    missing: set[str] = set()
+    at = start = 0
+    while found := opening.search(text, at):
+        closing = _CLOSINGS.get(found[0]) or (f"\\end{{{found['env']}}}" if found["env"] else f"</{found['tag']}>")
+        end = -1 if closing in missing else text.find(closing, found.end())
+        at = found.end()
+        if end < 0:
+            missing.add(closing)
+            continue
+        out += (text[start : found.start()], replace(found, text[at:end]))
+        at = start = end + len(closing)
+    return "".join(out) + text[start:]
+
+
+_CLOSINGS = {"<!--": "-->", "$$": "$$", "$": "$", r"\[": r"\]", r"\(": r"\)"}
+
+
+def _innermost(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
+    """Every match replaced, those inside others first."""
+    for _ in range(MOST_NESTED):
+        text, count = pattern.subn(replace, text)
+        if not count:
+            break
+    return text
+
+
+def _prose(text: str, aside: _Aside) -> Iterator[Block]:
+    """Paragraphs, and listings that were put aside on lines of their own."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        if words := aside.back(" ".join(paragraph.split())).strip("\n"):
+            yield Block(words)
+
+
+# ---- wikitext -------------------------------------------------------------------------------------------------
+
+_WIKI_CODE = re.compile(r"<(?P<tag>nowiki|pre|source|syntaxhighlight|code|math|chem)\b(?P<more>[^<>]*)(?<!/)>(?P<env>)")
+_WIKI_GONE = re.compile(
+    r"<!--(?P<env>)|<(?P<tag>ref|gallery|timeline|imagemap|references|score|templatedata)\b[^<>]*(?<!/)>"
+)
+_WIKI_TEMPLATE = re.compile(r"\{\{([^{}]*)\}\}")
+_WIKI_LINK = re.compile(r"\[\[([^\[\]]*)\]\]")
+_WIKI_OUTER = re.compile(r"\[(?:https?:)?//[^\s\[\]]+ ?([^\[\]\n]*)\]")
+_WIKI_VARIANT = re.compile(r"-\{(?:[^{}|]*\|)?([^{}]*)\}-")
+_WIKI_NAMESPACE = re.compile(
+    r":?(file|image|category|media|文件|檔案|档案|图像|圖像|分类|分類|ファイル|カテゴリ|파일|분류|файл|категория|[a-z]{2,3}(-[a-z]+)*):",
+    re.IGNORECASE,
+)
+_TEXT_TEMPLATES = {
+    "lang": 2,
+    "le": 1,
+    "link-en": 1,
+    "tsl": 3,
+    "nowrap": 1,
+    "small": 1,
+    "nobold": 1,
+    "mvar": 1,
+    "abbr": 1,
+}
+"""Templates that print one of their arguments, and which."""
+
+
+def wikitext(text: str) -> str:
+    """An article of a MediaWiki as Markdown."""
+    aside = _Aside()
+    text = _pairs(_pairs(text, _WIKI_GONE, lambda *_: ""), _WIKI_CODE, lambda *found: aside.put(_wiki_code(*found)))
+    text = _innermost(_WIKI_TEMPLATE, _wiki_template, text)
+    text = _innermost(_WIKI_LINK, _wiki_link, text)
+    text = _WIKI_VARIANT.sub(_wiki_variant, _WIKI_OUTER.sub(r"\1", text))
+    text = re.sub(r"</?[a-zA-Z][^<>]*>|'{2,5}|__[A-Z]+__", "", re.sub(r"<br\s*/?>", "\n", text, flags=re.IGNORECASE))
+    return markdown(_wiki_blocks(unescape(text), aside))
+
+
+def _wiki_code(found: re.Match[str], inner: str) -> str:
+    tag, attributes, inner = found["tag"], found["more"], unescape(inner)
+    if tag in ("math", "chem"):
+        return f"${inner.strip()}$"
+    if tag == "nowiki":
+        return inner
+    if "\n" not in inner:
+        return f"`{inner}`"
+    language = re.search(r"lang\w*\s*=\s*[\"']?([\w+#-]+)", attributes)
+    return f"\n\n```{language[1] if language else ''}\n{inner.strip(chr(10))}\n```\n\n"
+
+
+def _wiki_template(found: re.Match[str]) -> str:
+    parts = found[1].split("|")
+    place = _TEXT_TEMPLATES.get(parts[0].strip().lower())
+    return parts[place].strip() if place is not None and place < len(parts) else ""
+
+
+def _wiki_link(found: re.Match[str]) -> str:
+    target, _, label = found[1].rpartition("|")
+    return "" if _WIKI_NAMESPACE.match(target or label) else label
+
+
+def _wiki_variant(found: re.Match[str]) -> str:
+    """What a conversion between scripts shows in simplified Chinese; a rule without such a form shows itself."""
+    forms = dict(part.split(":", 1) for part in found[1].split(";") if ":" in part)
+    return next((forms[name].strip() for name in ("zh-hans", "zh-cn") if name in forms), found[1] if not forms else "")
+
+
+def _wiki_blocks(text: str, aside: _Aside) -> Iterator[Block]:
+    lines: list[str] = []
+    cells: list[str] | None = None  # of a table's row
+    kind = "th"
+    for line in [*text.split("\n"), ""]:
+        mark = line.lstrip()
+        words = mark.strip()
+        level = min(len(words) - len(words.lstrip("=")), len(words) - len(words.rstrip("=")), 6)
+        heading = words[level : len(words) - level].strip() if level else ""
+        is_item = cells is None and re.match(r"[*#:;]+", mark)
+        if heading or is_item or mark.startswith("{|") or not mark:
+            yield from _prose("\n".join(lines), aside)
+            lines = []
+        if cells is not None and mark.startswith(("|-", "|}")):
+            if any(cells):
+                yield Block(aside.back("| " + " | ".join(cells) + " |"), kind)
+                kind = "td"
+            cells = None if mark.startswith("|}") else []
+        elif mark.startswith("{|"):
+            cells, kind = [], "th"
+        elif cells is not None and mark.startswith(("|", "!")):
+            if not mark.startswith("|+"):
+                cells += [cell.rpartition("|")[2].strip() for cell in re.split(r"\|\||!!", mark[1:])]
+        elif cells is not None:
+            if cells and mark:
+                cells[-1] += " " + mark
+        elif heading:
+            yield Block(aside.back(heading), f"h{level}")
+        elif is_item:
+            marks, words = is_item[0], aside.back(mark[is_item.end() :].strip())
+            sign = {"*": "- ", "#": "1. "}.get(marks[-1], "")
+            if words:
+                yield Block(words, "li", "  " * min(len(marks) - 1, MOST_INDENTED) + sign)
+        else:
+            lines.append(line)
+
+
+# ---- LaTeX ----------------------------------------------------------------------------------------------------
+
+_TEX_CODE = re.compile(
+    r"\\begin\{(?P<env>(?:verbatim|lstlisting|minted|Verbatim)\*?)\}(?:\[[^\[\]]*\])?(?:\{\w*\})?(?P<tag>)"
+)
+_TEX_MATHS = re.compile(
+    r"\\begin\{(?P<env>(?:equation|align|gather|multline|eqnarray|displaymath|flalign|alignat)\*?)\}"
+    r"|\$\$|\\\[|\\\(|(?<!\\)\$(?P<tag>)"
+)
+_TEX_DROPPED = re.compile(r"\\begin\{(?P<env>thebibliography|tikzpicture|comment)\}(?P<tag>)")
+_TEX_TABLE = re.compile(
+    r"\\begin\{(?P<env>(?:tabular|longtable|tabularx|array)\*?)\}(?:\[[^\[\]]*\])?(?:\{[^{}]*\})*(?P<tag>)"
+)
+_TEX_GONE = re.compile(
+    r"[~ ]?\\(?:label|cite\w*|ref|eqref|pageref|[cC]ref|includegraphics|bibliography\w*|[vh]space|input|include|"
+    r"usepackage|index|new(?:command|theorem|environment)|renewcommand|setlength|thanks|pagestyle|setcounter|hypersetup|definecolor|"
+    r"documentclass|addtocounter|date|author)\*?(?:\[[^\[\]]*\])*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
+)
+_TEX_HEADING = re.compile(
+    r"\\(part|chapter|section|subsection|subsubsection|paragraph)\*?(?:\[[^\[\]]*\])?\{((?:[^{}]|\{[^{}]*\})*)\}"
+)
+_TEX_TITLE = re.compile(r"\\title(?:\[[^\[\]]*\])?\{((?:[^{}]|\{[^{}]*\})*)\}")
+_TEX_LEVELS = {"part": 1, "chapter": 1, "section": 2, "subsection": 3, "subsubsection": 4, "paragraph": 5}
+_TEX_COMMAND = re.compile(r"\\[a-zA-Z@]+\*?[ \t]*(?:\[[^\[\]]*\])?")
+_TEX_ACCENT = re.compile(r"\\([`'^\"~=.cvu])\s*(?:\{\\?([a-zA-Z])\}|([a-zA-Z])(?<![cvu][a-zA-Z]))")
+_ACCENTS = dict(zip("`'^\"~=.cvu", "\u0300\u0301\u0302\u0308\u0303\u0304\u0307\u0327\u030c\u0306", strict=True))
+_TEX_SIGNS = [
+    (r"\\([%&_#${}])", r"\1"),
+    ("~", " "),
+    ("---", "—"),
+    ("--", "–"),
+    ("``", "“"),
+    ("''", "”"),
+    (r"\\\\(?:\[[^\[\]]*\])?", "\n"),
+]
+
+
+def latex(text: str) -> Page:
+    """A LaTeX source as Markdown; formulas stay as they are."""
+    aside = _Aside()
+    text = _pairs(text, _TEX_CODE, lambda _, inner: aside.put(f"\n\n```\n{inner.strip(chr(10))}\n```\n\n"))
+    text = re.sub(r"(?<!\\)%.*", "", text)
+    title = _TEX_TITLE.search(text)
+    head, begin, body = text.partition(r"\begin{document}")
+    text = (body if begin else head).partition(r"\end{document}")[0]
+    text = _pairs(text, _TEX_MATHS, lambda *found: _tex_formula(aside, *found))
+    text = _pairs(text, _TEX_DROPPED, lambda *_: "")
+    return Page(_tex_words(title[1], aside) if title else "", markdown(_tex_blocks(_TEX_GONE.sub("", text), aside)))
+
+
+def _tex_formula(aside: _Aside, found: re.Match[str], inner: str) -> str:
+    inner = re.sub(r"\\label\{[^{}]*\}", "", inner)
+    if name := found["env"]:
+        inner = aside.put(f"$$\\begin{{{name}}}{inner}\\end{{{name}}}$$")
+        return f"\n\n{inner}\n\n"
+    return aside.put(found[0] + inner + _CLOSINGS[found[0]])
+
+
+def _tex_words(text: str, aside: _Aside) -> str:
+    text = _TEX_ACCENT.sub(
+        lambda found: unicodedata.normalize("NFC", (found[2] or found[3]) + _ACCENTS[found[1]]), text
+    )
+    for pattern, sign in _TEX_SIGNS:
+        text = re.sub(pattern, sign, text)
+    return aside.back(re.sub(r"[{}]", "", _TEX_COMMAND.sub("", text))).strip()
+
+
+def _tex_blocks(text: str, aside: _Aside) -> Iterator[Block]:
+    text = _TEX_HEADING.sub(lambda found: f"\n\n\ue002{_TEX_LEVELS[found[1]]}{found[2]}\n\n", text)
+    text = _pairs(text, _TEX_TABLE, _tex_table)
+    text = re.sub(r"\\item\b\s*(?:\[([^\[\]]*)\])?", "\n\n\ue003\\1 ", text)
+    text = re.sub(r"\\(?:begin|end)\{[^{}]*\}(?:\[[^\[\]]*\])?", "\n\n", text)
+    kinds = {"\ue002": "h", "\ue003": "li", "\ue004": "td"}
+    last = ""
+    for paragraph in re.split(r"\n\s*\n", text):
+        kind = kinds.get(paragraph.strip()[:1], "p")
+        words = _tex_words(" ".join(paragraph.strip("\ue002\ue003\ue004 \n").split()), aside).strip("\n")
+        if words and kind == "h":
+            yield Block(words[1:], f"h{words[0]}")
+        elif words:
+            yield Block(words, "th" if kind == "td" and last != "td" else kind, "- " if kind == "li" else "")
+        last = kind
+
+
+def _tex_table(_: re.Match[str], inner: str) -> str:
+    rows = re.sub(r"\\(?:[hc]line|toprule|midrule|bottomrule)(?:\{[^}]*\})?", "", inner).split(r"\\")
+    cells = [[" ".join(cell.split()) for cell in re.split(r"(?<!\\)&", row)] for row in rows]
+    return "\n\n" + "\n\n".join("\ue004| " + " | ".join(row) + " |" for row in cells if any(row)) + "\n\n"
