@@ -121,10 +121,10 @@ def test_all_mistakes_in_the_file_and_the_flags_are_told_at_once(tmp_path):
 
 
 def test_a_rule_that_drops_much_is_pointed_at(tmp_path, write_lines):
-    path = write_lines("a.jsonl", [*({"text": f"text number {n}"} for n in range(30)), *[{"text": "x"}] * 20])
+    path = write_lines("a.jsonl", [*({"text": f"text number {n}"} for n in range(45)), *[{"text": "x"}] * 30])
     report = build_corpus(tmp_path / "corpus", [Source("a", path)], plain_options(min_chars=3), HERE)
     notes = summary_notes(report)
-    drops = "a: too_short dropped 40% of the records as channel en. Check whether it should: z2a corpus show"
+    drops = "a: too_short dropped 40.0% of the records as channel en. Check whether it should: z2a corpus show"
     assert f"{drops} a --dropped too_short" in notes
     assert "a: too_short dropped, for example: x | x" in notes
     assert f"{drops} --work 'my work' a --dropped too_short" in summary_notes(report, Path("my work"))

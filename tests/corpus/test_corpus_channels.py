@@ -76,6 +76,13 @@ def test_members_behind_the_first_one_of_an_archive_count_and_lists_of_lines_do(
     assert guess(write_lines("a.jsonl", rows))[0] == "zh"
 
 
+def test_hundreds_of_small_files_are_looked_into(tmp_path):
+    for number in range(200):
+        text = "هذا نص قصير عن المدينة والنهر والجبل." if number % 10 else "A short text about the town and the river."
+        (tmp_path / f"{number:03}.txt").write_text(text)
+    assert guess(tmp_path) == ("other", "sampled documents: 200; 90% other, 10% en")
+
+
 def test_samples_come_from_all_over_a_file_and_are_hundreds(write_lines):
     rows = [{"text": english(n)} for n in range(600)] + [{"text": han(n)} for n in range(1400)]
     channel, reason = guess(write_lines("a.jsonl", rows))

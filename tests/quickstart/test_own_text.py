@@ -95,10 +95,10 @@ def test_a_mixed_folder_becomes_channels_and_what_was_left_out_is_named_with_its
 
 def test_a_rule_that_drops_much_is_named_with_a_command_that_works_here(tmp_path: Path) -> None:
     rng = random.Random(6)
-    rows = [*(english(rng) for _ in range(20)), *["Menu"] * 10]
+    rows = [*(english(rng) for _ in range(60)), *["Menu"] * 30]
     workspace, report = corpus_of(tmp_path, (f"{row} {n}" for n, row in enumerate(rows)))
     (loss,) = striking_drops(report, workspace.root)
-    assert "dropped 33% of the records" in loss
+    assert "dropped 33.3% of the records" in loss
     rule = loss.split(": ")[1].split()[0]
     assert loss.endswith(f"z2a corpus show --work {workspace.root} a-en --dropped {rule}")
     assert main(loss.split("z2a ")[1].split()) == 0

@@ -36,6 +36,8 @@ group("""
         YAML file that lists them all
     --work
     --map FIELD=RAW,…                  raw fields to use: content=body,title=name
+    --encoding NAME                    of files that are not UTF-8, such as big5 or shift_jis (default: found file by
+        file)
     --training-text TEMPLATE           text that a model sees, such as '{title}\n{desc}\n{content}' (default: by what
         the source has)
     --format FORMAT                    shards as jsonl, jsonl.zst, parquet or txt (default jsonl)
@@ -67,7 +69,7 @@ def _build(arguments: argparse.Namespace) -> None:
     }
     mapping = parse_mapping(arguments.map) if arguments.map else None
     template = None if arguments.training_text is None else arguments.training_text.replace("\\n", "\n")
-    settings = load_settings(arguments.sources, arguments.overrides, mapping, flags, template)
+    settings = load_settings(arguments.sources, arguments.overrides, mapping, flags, template, arguments.encoding)
     # Before a mistyped path makes a workspace of this folder.
     check_sources(settings.sources, settings.options, settings.engine)
     corpus = workspace_of(arguments, create=True).corpus

@@ -35,12 +35,17 @@ NONE, HAN, LATIN, KANA, HANGUL, CYRILLIC, ARABIC, DEVANAGARI, GREEK, OTHER = ran
 CHANNELS = ("zh", "en", "code", "other")
 """What `auto` splits a source into; upper and lower case of these names are the same."""
 AUTO = "auto"
+NOTHING_SAMPLED = "no document could be sampled"
+"""Why the channel of a source is not known."""
 PIECE_CHARS = 250
 LEAST_HAN = 10
 LEAST_HAN_SHARE = 0.03
-"""A text in Latin letters with this number and share of Han characters is Chinese with code or names in it."""
+"""A text in Latin letters with this number and share of letters of another script is in that, beside code or names."""
 MOST_KANA_SHARE = 0.2
-_HAN_OR_KANA = re.compile("[\u3041-\u30ff\u4e00-\u9fff]")
+_NOT_LATIN = re.compile("[\u0370-\u1fff\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3]")
+_CODE = re.compile(r"```.*?```|<[^<>]*>|\{\{.*?\}\}|\]\([^)\n]*\)", re.DOTALL)
+_ACCENTED = re.compile("[\u00c0-\u024f]")
+"""Blocks of code, tags, templates and addresses of links, which say nothing of the language of a page."""
 OTHER_WORDS = """
 der die und das den von zu mit sich des auf für ist im dem nicht ein eine als auch es werden aus hat dass sie nach wird
 bei einer um noch wie einem über einen kann diese wir ich aber wenn nur oder vor zur bis mehr durch
@@ -62,7 +67,7 @@ và của là có không được cho trong với các một
 """
 """The commonest words of other languages in Latin letters, but for those that are English words too."""
 LEAST_OTHER_WORDS = 3
-LEAST_OTHER_SHARE = 0.06
+LEAST_OTHER_SHARE = 0.03
 """A text is in another language when at least this number and share of its words are among `OTHER_WORDS`, and
 more of them than among the English function words. English prose has under 0.01, German, French or Polish 0.2."""
 
@@ -79,6 +84,12 @@ def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | No
     encoded = encode(pieces)
     scripts = scripts_of_encoded(encoded)
     other = _speaks_other_language(encoded.buffer, encoded.offsets)
+    # Pages of documentation may be mostly code, whose words are English.
+    latin = np.flatnonzero((scripts == LATIN) & ~other).tolist()
+    unsure = [at for at in latin if not contents[at].isascii() and len(_ACCENTED.findall(contents[at])) > 2]
+    if unsure:
+        again = encode([sampled_text(_CODE.sub(" ", contents[at])) for at in unsure])
+        other[unsure] = _speaks_other_language(again.buffer, again.offsets)
     found: list[str | None] = []
     of_each = zip(titles, contents, pieces, scripts.tolist(), other.tolist(), strict=True)
     for title, content, piece, script, is_other in of_each:
@@ -89,23 +100,26 @@ def channels_of(titles: Sequence[str], contents: Sequence[str]) -> list[str | No
         elif script == HAN:
             found.append("zh")
         elif script == LATIN:
-            found.append(_channel_of_han(content, piece) or ("other" if is_other else "en"))
+            found.append(_channel_beside_code(content, piece) or ("other" if is_other else "en"))
         else:
             found.append("other")
     return found
 
 
-def _channel_of_han(content: str, piece: str) -> str | None:
-    """zh, or other where it is Japanese, for a text in Latin letters whose pieces, or all of it, have enough Han."""
-    if piece.isascii():
+def _channel_beside_code(content: str, piece: str) -> str | None:
+    """zh or other for a text in Latin letters whose pieces, or all of it, have enough letters of another script."""
+    if content.isascii():
         return None
-    found = _HAN_OR_KANA.findall(piece)
-    if found and len(found) < max(LEAST_HAN, LEAST_HAN_SHARE * len(piece)):
-        found, piece = _HAN_OR_KANA.findall(content), content
+    found = _NOT_LATIN.findall(piece)
     if len(found) < max(LEAST_HAN, LEAST_HAN_SHARE * len(piece)):
+        found, piece = _NOT_LATIN.findall(content), content
+    if len(found) >= LEAST_HAN and len(found) < LEAST_HAN_SHARE * len(piece):
+        piece = "".join(_CODE.sub("", content).split())
+    is_short = len(found) >= LEAST_HAN // 3 and len(found) > 0.2 * len("".join(_CODE.sub("", content).split()))
+    if not is_short and len(found) < max(LEAST_HAN, LEAST_HAN_SHARE * len(piece)):
         return None
-    kana = sum(character < "\u3100" for character in found)
-    return "other" if kana > MOST_KANA_SHARE * len(found) else "zh"
+    not_han = sum(not "\u4e00" <= character <= "\u9fff" for character in found)
+    return "other" if not_han > MOST_KANA_SHARE * len(found) else "zh"
 
 
 def sampled_text(content: str) -> str:
@@ -175,7 +189,7 @@ def guess_channel(titles: Sequence[str], contents: Sequence[str]) -> tuple[str, 
     """The channel that most of the sampled documents of a source belong to, and the figures it rests on."""
     found = Counter(channel for channel in channels_of(titles, contents) if channel is not None)
     if not titles:
-        return "en", "no document could be sampled"
+        return "en", NOTHING_SAMPLED
     if not found:
         return "en", "the sampled documents have no letters"
     total = found.total()

@@ -27,13 +27,19 @@ from zero2all.corpus.dedup.index import read_index
 from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
 from zero2all.corpus.record import ORDINAL_BITS, Split, choose_split, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
-from zero2all.corpus.segments import DROPPED_NAME, LAYOUT_NAME, RECORDS_NAME, Segment, first_ordinals
+from zero2all.corpus.segments import (
+    DROPPED_NAME,
+    LAYOUT_NAME,
+    RECORDS_NAME,
+    SAMPLE_CHARS,
+    SAMPLES_PER_RULE,
+    Segment,
+    first_ordinals,
+)
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.shard_files import shard_name, write_shard
 
 DROPPED_FOLDER = "dropped"
-SAMPLES_PER_RULE = 200
-SAMPLE_CHARS = 400
 EXAMPLES = 3
 READ_BYTES = 1 << 20
 

@@ -115,7 +115,7 @@ def list_source(source: Source, corpus_folder: Path) -> Listing:
 
 def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: BuildOptions) -> SourcePlan:
     """What a sample of a source shows."""
-    limits = replace(options.limits, chats=source.kind == "conversation")
+    limits = replace(options.limits, chats=source.kind == "conversation", encoding=source.encoding)
     look = SourceSample(source, listing, limits)
     template = choose_template(source, look.mappings)
     guessed, reason = look.guess_channel()

@@ -36,8 +36,8 @@ OTHER_REASONS = {
     "near_duplicate": "Nearly the same text as another record.",
 }
 """Why records are dropped by others than the rules of cleaning."""
-STRIKING_SHARE = 0.05
-"""A rule that drops a larger share of a source is pointed at, with samples: it may not suit the text."""
+STRIKING_SHARE, STRIKING_COUNT = 0.005, 20
+"""A rule that drops more of a source than both is pointed at, with samples: it may not suit the text."""
 SHOWN_SAMPLES, SHOWN_CHARS = 2, 60
 FOUND_BY_DOCUMENT = "decided for each document"
 """The reason for the channel of a part of an `auto` source."""
@@ -217,10 +217,10 @@ def _striking_drops(name: str, source: Mapping[str, Any], work: Path | None) -> 
     notes = {}
     for rule, count in source["dropped"].items():
         share = count / source["records_in"]
-        if share > STRIKING_SHARE:
+        if count > max(STRIKING_COUNT, STRIKING_SHARE * source["records_in"]):
             look = f"z2a corpus show {in_work}{name} --dropped {rule}"
             notes[rule] = (
-                f"{name}: {rule} dropped {share:.0%} of the records as channel {source['channel']}. Check whether "
+                f"{name}: {rule} dropped {share:.1%} of the records as channel {source['channel']}. Check whether "
                 f"it should: {look}"
             )
     return notes
@@ -237,7 +237,7 @@ def facts_in_words(source: Mapping[str, Any]) -> dict[str, str]:
     if counts := source.get("replaced"):  # not in reports of earlier versions
         words["bad bytes"] = (
             f"{counted(counts['characters'], 'character')} in {counted(counts['records'], 'record')} could "
-            "not be decoded and became U+FFFD; convert text that is in another encoding first"
+            "not be decoded and became U+FFFD; name another encoding with --encoding"
         )
     return words
 

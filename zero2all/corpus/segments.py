@@ -41,8 +41,8 @@ DONE_NAME = "done.json"
 CHANNELS_KEY = "channels"
 """Where the counts of an `auto` segment stand, by channel."""
 
-SAMPLES_PER_RULE = 40
-"""Samples a segment keeps of what a rule dropped."""
+SAMPLES_PER_RULE = 200
+"""Samples a segment, and then the corpus, keeps of what a rule dropped from a source."""
 SAMPLE_CHARS = 400
 
 LAYOUT = np.dtype([("line_bytes", "<u4"), ("script", "u1")])

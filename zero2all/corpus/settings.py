@@ -144,6 +144,8 @@ class SourceEntry:
     """A known data set."""
     map: dict[str, str] = field(default_factory=dict)
     """Record field -> raw field."""
+    encoding: str | None = None
+    """Of its files that are not UTF-8 and have no byte order mark; None: found file by file."""
     training_text: str | None = None
     """Template of the text that a model sees, such as "{title}\\n{desc}\\n{content}"; None: by what the source has."""
 
@@ -163,9 +165,10 @@ def load_settings(
     mapping: Mapping[str, str] | None = None,
     flags: Mapping[str, Mapping[str, Any]] | None = None,
     training_text: str | None = None,
+    encoding: str | None = None,
 ) -> BuildSettings:
     """Settings from sources named on the command line or one YAML file, `flags` by section, and overrides on top;
-    `training_text` for every source that has none of its own."""
+    `training_text` and `encoding` for every source that has none of its own."""
     problems: list[Problem] = []
     values: dict[str, Any] = {}
     sources: list[Source] = []
@@ -178,8 +181,10 @@ def load_settings(
     sources += [parse_source(word, mapping) for word in words if word not in yaml_files]
     if mapping and yaml_files:
         sources = [replace(source, mapping={**(source.mapping or {}), **mapping}) for source in sources]
-    if training_text is not None:
-        sources = [replace(source, training_text=source.training_text or training_text) for source in sources]
+    sources = [
+        replace(source, training_text=source.training_text or training_text, encoding=source.encoding or encoding)
+        for source in sources
+    ]
     for section, settings in (flags or {}).items():
         given = {name: value for name, value in settings.items() if value is not None}
         if given:
@@ -239,9 +244,8 @@ def _sources_of(entries: Any, folder: Path, problems: list[Problem]) -> list[Sou
                 problems.append(
                     Problem(f"{place}.kind", built.kind, "a known data set", nearest_hint(built.kind, KINDS))
                 )
-        found.append(
-            Source(str(name), _placed(built.path, folder), built.channel, built.map or None, kind, built.training_text)
-        )
+        path, mapping = _placed(built.path, folder), built.map or None
+        found.append(Source(str(name), path, built.channel, mapping, kind, built.encoding, built.training_text))
     return found
 
 

@@ -17,6 +17,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.progress import counted
 from zero2all.common.records import TITLE_AND_TEXT
 from zero2all.corpus.build_errors import no_text_field, nothing_readable
+from zero2all.corpus.channels import NOTHING_SAMPLED
 from zero2all.corpus.listing import UNREADABLE
 from zero2all.corpus.plan import SourcePart, SourcePlan, planned_units
 from zero2all.corpus.report import FOUND_BY_DOCUMENT, Tally, in_short, mapping_in_words
@@ -157,6 +158,8 @@ def plan_in_words(plan: SourcePlan) -> str:
         channel = f"each document goes to the source of its channel, such as {plan.name}-zh: {plan.channel_reason}"
     elif plan.source.given_channel:
         channel = f"channel {plan.channel}"
+    elif plan.channel_reason == NOTHING_SAMPLED:
+        channel = "its channel is not known: no document could be sampled"
     else:
         channel = f"channel {plan.channel} (guessed: {plan.channel_reason})"
     parts.append(t(channel))

@@ -19,9 +19,10 @@ from zero2all.corpus.readers import NOT_READ, Format, ItemOrigin, RawRow, Reader
 from zero2all.corpus.sources import PEEKED_ROWS, Source, apply_mapping, guess_mapping, longest_first
 
 FILES = 16
-"""Files looked into, spread over the source."""
-PLACES = 8
-"""Places in each of them, spread over the file."""
+"""Files looked into, spread over the source; of small ones more, up to `DOCUMENTS`."""
+PLACES = 128
+"""Places, spread over these files, at most `FILE_PLACES` in each."""
+FILE_PLACES = 8
 DOCUMENTS = 400
 """About how many documents are sampled, of all files together."""
 RAW_BYTES = 8_000_000
@@ -33,6 +34,8 @@ ITEMS = 4000
 MANY_ROWS = 400
 """When this many first rows of a file or archive member have no text, none will."""
 LEAST_PLACE_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 20
+"""What a reader takes of a file at once."""
 
 
 class SourceSample:
@@ -56,7 +59,8 @@ class SourceSample:
         """Whether what was not looked at cannot hold a text when nothing that was looked at does."""
         files = listing.files
         skipped = self._left_out.total()
-        sampled = spread(files, FILES)
+        usual_bytes = min(listing.size_bytes // max(len(files), 1), BLOCK_BYTES)
+        sampled = spread(files, max(FILES, min(DOCUMENTS, RAW_BYTES // max(usual_bytes, 1))))
         for file in sampled:
             self._look_into(file, source, limits, len(sampled))
         if len(sampled) < len(files):
@@ -77,7 +81,7 @@ class SourceSample:
                 self._left_out[str(whole.format)] += 1
                 self._notes += [f"{file.name}: {whole.note}"] if whole.note else []
             return
-        units = spread(_places(file, whole, limits), PLACES)
+        units = spread(_places(file, whole, limits), max(1, min(FILE_PLACES, PLACES // files)))
         for unit in units:
             sample = _Sample(unit, limits, len(units) * files)
             for origin, rows in sample.by_origin():
@@ -132,7 +136,7 @@ def _places(file: InputFile, whole: Unit, limits: ReaderLimits) -> list[Unit]:
     is_lines = not whole.compression and whole.format in (Format.JSON_LINES, Format.TEXT)
     if not (is_lines or whole.format is Format.PARQUET or whole.compression == "zip"):
         return [whole]
-    return plan_units(file, replace(limits, unit_bytes=max(file.size_bytes // PLACES, LEAST_PLACE_BYTES)))
+    return plan_units(file, replace(limits, unit_bytes=max(file.size_bytes // FILE_PLACES, LEAST_PLACE_BYTES)))
 
 
 class _Sample:
@@ -168,7 +172,7 @@ class _Sample:
             enough_raw = self._raw_bytes > RAW_BYTES // places and self._met >= self._most
             spent = enough_raw or plain_bytes > PLAIN_BYTES // places
             if spent or number >= ITEMS // places:
-                return rows >= MANY_ROWS // places or unit.format is not Format.ARCHIVE
+                return rows >= max(MANY_ROWS // places, PEEKED_ROWS) or unit.format is not Format.ARCHIVE
         self._is_whole = True
         return True
 

@@ -17,6 +17,7 @@ from zero2all.common.errors import UsageError
 from zero2all.common.records import QUESTION_AND_ANSWER, TITLE_AND_TEXT, template_fields, template_problem
 from zero2all.corpus.channels import AUTO, CHANNELS, channel_name
 from zero2all.corpus.listing import is_url, readable_name
+from zero2all.corpus.readers.encodings import encoding_problem
 from zero2all.corpus.record import Document
 
 FIELD_NAMES = {
@@ -98,6 +99,8 @@ class Source:
     """Record field -> raw field, such as {"content": "body"}. None or a missing entry: guessed by name."""
     kind: str | None = None
     """Name of a known data set in `KINDS`, which brings its mapping and channel. None: nothing is known of it."""
+    encoding: str | None = None
+    """Of its files that are not UTF-8 and have no byte order mark. None: found file by file."""
     training_text: str | None = None
     """Template of the text that a model sees, over title, desc and content. None: `choose_template`."""
 
@@ -225,6 +228,11 @@ def source_problems(sources: Sequence[Source]) -> list[str]:
         trouble = template_problem(source.training_text) if source.training_text is not None else None
         if trouble:
             problems.append(f"the training text {source.training_text!r} cannot be used: {trouble}")
+        if source.encoding is not None and (trouble := encoding_problem(source.encoding)):
+            problems.append(
+                f"'{source.encoding}' cannot be an encoding: {trouble}; try gb18030, big5, shift_jis, euc_jp, cp949, "
+                "cp1251 or cp1252"
+            )
         unknown = sorted(set(source.mapping or {}) - set(FIELD_NAMES))
         if unknown:
             problems.append(

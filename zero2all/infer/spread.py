@@ -32,8 +32,16 @@ from zero2all.infer.forward import Forward
 from zero2all.infer.job import Job, Request, Scores
 from zero2all.infer.load import LoadedModel, stage_without_values
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.weights import LEAST_PACKED, PackedWeight, Weight, Weights
-from zero2all.infer.weights import bits_per_weight, matrices_of, project, weights_of
+from zero2all.infer.weights import (
+    LEAST_PACKED,
+    PackedWeight,
+    Weight,
+    Weights,
+    bits_per_weight,
+    matrices_of,
+    project,
+    weights_of,
+)
 from zero2all.ops.precision import widened
 from zero2all.ops.rms_norm import RmsNormOp
 from zero2all.parallel.config import DeviceKind, MeshSizes, ParallelConfig

@@ -362,7 +362,7 @@ def _check_products(weight: Weight) -> None:
 
 def bits_per_weight(weights: Weights) -> float:
     """Mean bits of the weights that are kept in 8 or 4 bits, with their scales and what fills a matrix up."""
-    stored = [each for each in matrices_of(weights) if isinstance(each, _Rounded)]
+    stored: list[Any] = [each for each in matrices_of(weights) if isinstance(each, _Rounded)]
     return 8 * sum(each.nbytes for each in stored) / max(1, sum(each.rows * each.columns for each in stored))
 
 

@@ -133,7 +133,7 @@ def pack_corpus(
                     needed = sum(plan.corpus_bytes for plan in stale) + max(plan.corpus_bytes for plan in stale)
                     require_free_space(packed, needed + DISK_MARGIN_BYTES, "the packed tokens")
                     (packed / REPORT_NAME).unlink(missing_ok=True)
-                    encoder = _choose_encoder(corpus, stale, tokenizer, options)
+                    encoder = _choose_encoder(corpus, plans, tokenizer, options)
                     keep_tools(tokenizer_folder, tokenizer, encoder)
                     _pack(stale, tokenizer_folder, tokenizer, encoder, options, opened)
                 _build_indexes(packed, indexes, opened)
@@ -278,10 +278,11 @@ def _imported_sources(packed: Path, sources: dict[str, Any], tokenizer: Tokenize
     return found
 
 
-def _choose_encoder(corpus: Path, stale: Sequence[_Plan], tokenizer: Tokenizer, options: PackOptions) -> Encoder:
-    templates = {plan.source: plan.template for plan in stale}
+def _choose_encoder(corpus: Path, plans: Sequence[_Plan], tokenizer: Tokenizer, options: PackOptions) -> Encoder:
+    """By all splits, not only those to be written, so that a repaired one has the manifest of a new one."""
+    templates = {plan.source: plan.template for plan in plans}
     sample = [text for source, template in templates.items() for text in first_texts(corpus, source, template)]
-    encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in stale))
+    encoder = open_encoder(tokenizer, options.encoder, sample, sum(plan.corpus_bytes for plan in plans))
     if options.encoder.name not in ("auto", encoder.name):
         say(f"pack: the encoder {options.encoder.name} cannot be used, so {encoder.name} is used: {encoder.reason}")
     return encoder

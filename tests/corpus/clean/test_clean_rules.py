@@ -59,6 +59,10 @@ OFFENDERS: dict[str, list[tuple[str, str]]] = {
     "keyword_lists": [("zh", "、".join(planted.ZH_KEYWORDS)), ("zh", ZH_WORDS)],
     "scrambled": [("zh", planted.han_salad(RNG)), ("zh", planted.shuffled_prose(RNG))],
     "garbled": [("zh", planted.badly_scanned(RNG)), ("en", planted.en_badly_scanned(RNG))],
+    "footers": [
+        ("zh", "版权所有 © 2020 某公司\n京ICP备12345678号 京公网安备 1101号\n关于我们 网站地图\n地址：学院路1号"),
+        ("en", "Copyright © 2020 Example Inc.\nPrivacy Policy Terms of Use\nAbout Us Contact Us\nMain Street 5"),
+    ],
     "spam": [("zh", planted.gambling(RNG)), ("en", planted.en_gambling(RNG))],
     "long_lines": [("code", planted.minified(RNG)), ("code", CODE + "#" + "abc def " * 300)],
     "generated": [
@@ -195,6 +199,25 @@ KEPT = {
     "zh: lists of tips": (
         "旅行前的准备\n查好天气\n带上身份证件\n准备常用药品\n提前订好酒店\n把行程告诉家人\n检查门窗和电源\n带一点现金"
     ),
+    "zh: word problems": (
+        "1．甲、乙两车同时从A地开往B地，甲车每小时行40千米，乙车每小时行35千米，经过6小时两车相距多少千米？\n"
+        "2．设x为整数，y是x的3倍，且x与y的和是48，求x和y各是多少。\n3．小明从M点出发，小红从N点出发，两人在P点相遇。"
+    ),
+    "zh: cases of law": (
+        "被告A与原告B于二〇一九年签订买卖合同，约定A向B交付设备两台，B在收到设备后三十日内付款。B收货后要求A更换，A以检验期已过"
+        "为由拒绝。本院认为，A和B之间的合同依法成立并生效，A未按约定履行义务的，应当承担违约责任。"
+    ),
+    "zh: formulas": (
+        "已知 $|\\vec{a}|=1,|\\vec{b}|=\\sqrt{3},|\\vec{a}-2\\vec{b}|=3$，则 $\\vec{a} \\cdot \\vec{b}=$（ ）\n"
+        "A. $-2$\nB. $1$\n解：$|\\vec{a}-2\\vec{b}|^{2}=|\\vec{a}|^{2}-4\\vec{a}\\cdot\\vec{b}+4|\\vec{b}|^{2}$"
+    ),
+    "zh: the thousand characters": (
+        "天地玄黄\n宇宙洪荒\n日月盈昃\n辰宿列张\n寒来暑往\n秋收冬藏\n闰余成岁\n律吕调阳\n云腾致雨\n露结为霜\n金生丽水\n玉出昆冈\n"
+        "剑号巨阙\n珠称夜光\n果珍李柰\n菜重芥姜\n海咸河淡\n鳞潜羽翔\n龙师火帝\n鸟官人皇\n始制文字\n乃服衣裳\n推位让国\n有虞陶唐"
+    ),
+    "other: a page of code": "次の例は配列を並べ替えます。\n```js\n"
+    + "if (a > b) {\n  swap(a, b);\n}\n" * 30
+    + "```\n",
     "zh: short texts": "今天天气很好，我们去公园玩了一会儿。",
     "zh: more short texts": "问：水的沸点是多少？\n答：一般是一百度。",
     "en: short texts": "Q: What is the capital of France?\nA: It is Paris.",
@@ -219,7 +242,7 @@ def test_a_page_about_bits_a_glossary_and_a_formula_are_kept() -> None:
         for word in ("register", "adder", "latch", "decoder", "counter")
     )
     formula = "".join(
-        f"<mrow><mi>{letter}</mi><mo>=</mo><mn>2</mn></mrow>\nThe value of {letter} is set before the rest of the "
+        f"({letter}) = [2] * {{[1] + ({letter} - [3])}}\nThe value of {letter} is set before the rest of the "
         "formula is read, so that it can be used in all of the rows below it.\n"
         for letter in "abcdef"
     )

@@ -57,11 +57,10 @@ def test_a_bad_byte_costs_itself_not_a_long_text(tmp_path: Path, text: str, spli
 def test_a_text_with_many_bad_bytes_is_left_out_and_not_taken_for_chinese(tmp_path: Path):
     data = bytearray(b"Some plain words, on and on.\n" * 300)
     data[::300] = b"\xff" * len(data[::300])
-    for text in (bytes(data), "naïve façade déjà vu ".encode("latin-1") * 20):
-        [bad] = read_all(write(tmp_path / "a.txt", text))
-        assert isinstance(bad, Damaged)
-        assert bad.reason == "not_utf8"
-        assert text != bytes(data) or "29 of 8,700 characters" in bad.detail
+    [bad] = read_all(write(tmp_path / "a.txt", bytes(data)))
+    assert isinstance(bad, Damaged)
+    assert bad.reason == "not_utf8"
+    assert "29 of 8,700 characters" in bad.detail
 
 
 GARBAGE = [b"\0" * 300, b"\xff\xfe\0\xff" * 20, b'{"text": "\0"}', b'{"text": "\xff\xff"}', bytes(range(1, 10)) * 9]

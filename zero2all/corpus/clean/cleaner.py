@@ -112,6 +112,8 @@ def set_spam_measures(texts: list[str], measures: dict[str, Array]) -> None:
         terms[at] = max(terms[at], len(set(map(str.lower, _WORDS.findall(texts[at])))))
 
 
+FOOTER_CHARS, FOOTERS_CHARS = 120, 4_000
+"""A longer line is prose that mentions the phrase; a longer text is more than footers."""
 GROUP_CHARS = 1 << 19
 """Texts are put together up to this many characters (4 bytes each) before they are scanned."""
 LAST_STAMP = 0xFFFF_0000
@@ -211,7 +213,8 @@ class Cleaner:
         counts, texts = self._scan(originals, joined)
         bytes_in = counts[:, k.BYTES_IN].copy()
         private_use = self._private_use(originals, counts)
-        edited = self._edited(originals, joined, texts, counts, private_use)
+        holding = self._holding_phrases(originals, joined)
+        edited = self._edited(originals, holding, texts, counts, private_use)
         if edited:
             places = list(edited)
             counts[places], again = self._scan(list(edited.values()), _join(list(edited.values())))
@@ -220,6 +223,10 @@ class Cleaner:
         measures = rules.measures_of(counts, self.config)
         if self.config.garbled.on:
             rules.lower_broken_share(texts, measures, self.config)
+        if self.config.footers.on:
+            for at in holding:
+                if len(originals[at]) <= FOOTERS_CHARS:
+                    measures["footer_share"][at] = self._footer_share(originals[at])
         if self.config.spam.on:
             set_spam_measures(texts, measures)
         reasons = self._reasons(texts, measures)
@@ -294,7 +301,7 @@ class Cleaner:
     def _edited(
         self,
         originals: list[str],
-        joined: _Joined,
+        holding: list[int],
         texts: list[str],
         counts: Array,
         private_use: dict[int, dict[str, int]],
@@ -310,7 +317,7 @@ class Cleaner:
             for at in np.flatnonzero(counts[:, k.MOJIBAKE_PAIRS] + counts[:, k.SPLIT_PAIRS]).tolist():
                 edited[at] = repair(originals[at], private_use=config.repair.private_use, keep_indent=self._keep_indent)
         if config.boilerplate_lines.on:
-            for at in _holding(originals, joined, config.boilerplate_lines.phrases):
+            for at in holding:
                 edited[at] = self._without_boilerplate(edited.get(at, texts[at]))
         if config.block_art.on:
             art = counts[:, ART]
@@ -323,6 +330,21 @@ class Cleaner:
             for at, text in enumerate(texts):
                 edited[at] = without_licence(edited.get(at, text))
         return {at: text for at, text in sorted(edited.items()) if text != texts[at]}
+
+    def _holding_phrases(self, texts: list[str], joined: _Joined) -> list[int]:
+        """Places of the texts that may have phrases of boilerplate or footers."""
+        rules = (self.config.boilerplate_lines, self.config.footers)
+        return _holding(texts, joined, list(dict.fromkeys(p for rule in rules if rule.on for p in rule.phrases)))
+
+    def _footer_share(self, text: str) -> float:
+        found = total = 0
+        phrases = self.config.footers.phrases
+        for line in text.split("\n"):
+            size = len(line)
+            total += size
+            if size <= FOOTER_CHARS and not line.endswith(("。", ". ")) and any(phrase in line for phrase in phrases):
+                found += size
+        return found / max(1, total)
 
     def _without_boilerplate(self, text: str) -> str:
         rule = self.config.boilerplate_lines
@@ -386,14 +408,15 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _holding(texts: list[str], joined: _Joined, phrases: list[str]) -> list[int]:
-    """Places of the texts that hold a phrase."""
+    """Places of the texts that may hold a phrase: the first characters of one are there."""
     from zero2all.corpus.clean import kernels
 
     if not phrases:
         return []
     may_hold = np.empty(len(texts), np.bool_)
     kernels.find_beginnings(*joined, *kernels.beginnings_of(tuple(phrases)), may_hold)
-    return [at for at in np.flatnonzero(may_hold).tolist() if any(phrase in texts[at] for phrase in phrases)]
+    found: list[int] = np.flatnonzero(may_hold).tolist()
+    return found
 
 
 def _utf8_bytes(text: str) -> int:

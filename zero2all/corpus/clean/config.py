@@ -36,6 +36,15 @@ CHINESE_BOILERPLATE = (
     "ICP备",
     "All rights reserved",
 )
+ENGLISH_FOOTERS = (
+    *("All rights reserved", "All Rights Reserved", "Copyright ©", "Privacy Policy", "Terms of Use"),
+    *("Terms of Service", "Cookie Policy", "Contact Us", "About Us", "Site Map", "Sitemap", "Powered by"),
+)  # fmt: skip
+CHINESE_FOOTERS = (
+    *("版权所有", "版权声明", "ICP备", "公网安备", "经营许可证", "服务许可证", "视听许可证", "举报电话", "举报邮箱"),
+    *("友情链接", "网站地图", "联系我们", "关于我们", "隐私政策", "免责声明", "广告合作", "商务合作", "客服热线"),
+    *("服务热线", "技术支持：", "浏览本站", "不得转载", "禁止转载", "保留一切权利", "备案号：", "Copyright ©"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,19 @@ class BoilerplateLines(Switch):
     """Longer lines are kept: they may be prose that mentions the phrase."""
     phrases: list[str] = field(default_factory=lambda: list(ENGLISH_BOILERPLATE))
     """A line that has one of these in it, in this spelling, is removed."""
+
+
+@dataclass(frozen=True)
+class Footers(Switch):
+    """What stands below every page of a site, and nothing else."""
+
+    max_share: Share = 0.5
+    """Largest share of the text in lines with one of the phrases, that are not longer than 120 characters and no
+    sentences."""
+    from_chars: NaturalInt = 0
+    """Documents with fewer characters, white space not counted, are not judged by this rule."""
+    phrases: list[str] = field(default_factory=lambda: list(ENGLISH_FOOTERS))
+    """Copyright, licences, contact, in this spelling."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +163,9 @@ class Mojibake(Switch):
     min_rare_share: Share = 0.12
     """They must be such that at least this share of the Han characters is rare (in none of the frequent pairs, see
     scrambled): short poems have some of them too."""
+    max_rare_share: Share = 0.28
+    """Largest share of rare Han characters where less than a tenth of the neighbours are frequent pairs (Big5 read as
+    GBK has 0.35, old books 0.15)."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +307,9 @@ class Kinds:
     max_pair_share: Share = 0.42
     """It is an old text without punctuation when half of `min_classical_share` is reached, or when its phrases have 10
     characters or more and at most this share of its neighbours are frequent pairs (see scrambled)."""
+    max_bare_pair_share: Share = 0.36
+    """It is also verse without any punctuation, of phrases as short or as even as those, when a smaller share of its
+    neighbours are frequent pairs than in lists of modern words."""
     max_line_chars: PositiveInt = 90
     """Text in Latin letters is verse when it has 4 lines or more, 8 characters a line on average, none longer than
     this, hardly a digit or symbol, and 15 % function words or 30 % lines that end in punctuation."""
@@ -309,19 +337,19 @@ class Scrambled(Switch):
 class Garbled(Switch):
     """Text as a bad scanner reads it: letters and symbols between Han, lone characters, digits in words."""
 
-    max_share: Share = 0.055
-    """Largest share of Han characters that stand alone between spaces or on a line, or are rare; those behind a
-    single letter or symbol between Han count three times."""
+    max_share: Share = 0.05
+    """Largest share, less 1.5 standard errors, of Han characters that stand alone between spaces, behind a single sign
+    (or letter, as often as there are signs) between Han, apart from one they form a frequent pair with, or are rare."""
     max_old_share: Share = 0.07
     """The same where modern function characters are few (`kinds.max_modern_share`)."""
-    max_rare_share: Share = 0.03
+    max_rare_share: Share = 0.015
     """Only the share of rare characters (in none of the frequent pairs, see scrambled) above this one is counted."""
     max_old_rare_share: Share = 0.1
     """The same where modern function characters are few; in verse, none are counted."""
     max_word_share: Share = 0.06
     """Largest share of words with a digit or a sign such as ! ~ ^ | between two lower-case letters; also among the
     different words, since a name such as z2a may be frequent."""
-    from_units: NaturalInt = 40
+    from_units: NaturalInt = 60
     """Documents with fewer Han characters, or fewer words, are not judged by them."""
 
 
@@ -333,6 +361,9 @@ class KeywordLists(Switch):
     """Largest share of Han characters in phrases of at most 8 without a function character."""
     max_unended_bare_share: Share = 0.3
     """The same where less than 3 % of the phrases end a sentence; not for verse and classical text."""
+    min_distinct_share: Share = 0.4
+    """The same limit holds for advertisements: few different characters (see few_distinct), and hardly a function
+    character of modern Chinese."""
     max_function_share: Share = 0.2
     """Documents with a larger share of function characters are spared."""
     max_old_function_share: Share = 0.12
@@ -340,7 +371,7 @@ class KeywordLists(Switch):
     min_old_pair_share: Share = 0.45
     """Verse and classical text are spared up to this share of frequent pairs (see scrambled), less 0.08 for phrases
     of less than 4 characters on average: lists of modern words have more than verse has."""
-    from_chars: NaturalInt = 50
+    from_chars: NaturalInt = 80
     """Documents with fewer Han characters are not judged by this rule."""
 
 
@@ -425,7 +456,9 @@ class CleanConfig:
     duplicate_ngrams: Ngrams = Ngrams(max_share=0.4, ngram_units=8)
     """Too much text in n-grams that occurred before."""
     menu_lines: MaxShare = MaxShare(max_share=0.5, from_chars=20)
-    """Menus: lines of short entries joined by three or more bars (| · » •), no sentence. Markdown tables are kept."""
+    """Menus: lines of short entries joined by three or more of | · » • > /, no sentence. Markdown tables are kept."""
+    footers: Footers = field(default_factory=Footers)
+    """Footers of pages: copyright, licences and contact make up most of the text."""
     loose_lines: LooseLines = LooseLines()
     """Menus and lists: nearly all text is in short lines that are not sentences."""
     unended_lines: UnendedLines = UnendedLines()
@@ -491,8 +524,9 @@ def config_problems(config: CleanConfig, place: str = "clean") -> list[Problem]:
     if config.too_short.on and config.too_long.on and config.too_long.max_chars < config.too_short.min_chars:
         found.append(Problem(f"{place}.too_long.max_chars", config.too_long.max_chars, "at least too_short.min_chars"))
     found.extend(
-        Problem(f"{place}.boilerplate_lines.phrases[{at}]", phrase, "at least 2 characters on one line")
-        for at, phrase in enumerate(config.boilerplate_lines.phrases)
+        Problem(f"{place}.{rule}.phrases[{at}]", phrase, "at least 2 characters on one line")
+        for rule in ("boilerplate_lines", "footers")
+        for at, phrase in enumerate(getattr(config, rule).phrases)
         if len(phrase.strip()) < 2 or "\n" in phrase or "\r" in phrase
     )
     return found
@@ -522,7 +556,7 @@ _EN = _defaults(
     wrong_script={"min_share": 0.8, "from_chars": 50},
     blobs={"max_share": 0.12},
     digits={"max_share": 0.2, "from_chars": 200},
-    symbols={"max_share": 0.32},
+    symbols={"max_share": 0.4, "from_chars": 100},
     urls={"max_share": 0.35},
     duplicate_lines={"max_share": 0.35},
     top_ngram={"max_share": 0.3, "from_chars": 300},
@@ -534,25 +568,26 @@ _EN = _defaults(
 DEFAULTS: dict[str, CleanConfig] = {
     "zh": _defaults(
         boilerplate_lines={"phrases": list(CHINESE_BOILERPLATE)},
+        footers={"phrases": list(CHINESE_FOOTERS)},
         too_short={"min_chars": 10},
-        wrong_script={"script": "han", "min_share": 0.03, "from_chars": 50},
+        wrong_script={"script": "han", "min_share": 0.015, "from_chars": 50},
         blobs={"max_share": 0.15},
         digits={"max_share": 0.2, "from_chars": 200},
-        symbols={"max_share": 0.48},
+        symbols={"max_share": 0.48, "from_chars": 100},
         urls={"max_share": 0.4},
         few_distinct={"min_share": 0.1},
         duplicate_lines={"max_share": 0.4},
         top_ngram={"max_share": 0.3, "ngram_units": 4, "from_chars": 300},
-        duplicate_ngrams={"max_share": 0.45, "ngram_units": 10},
+        duplicate_ngrams={"max_share": 0.45, "ngram_units": 10, "from_chars": 200},
         loose_lines={"max_share": 0.7, "spare_function_share": 0.2},
         unended_lines={"spare_function_share": 0.2},
         few_sentences={"spare_function_share": 0.2},
-        few_function_words={"of": "han", "min_share": 0.09},
+        few_function_words={"of": "han", "min_share": 0.09, "from_units": 80},
         garbled={"max_word_share": 0.15},
     ),
     "en": _EN,
     "code": _defaults(
-        ("boilerplate_lines", "loose_lines", "ellipsis_lines", "spam", *_PROSE_RULES),
+        ("boilerplate_lines", "footers", "loose_lines", "ellipsis_lines", "spam", *_PROSE_RULES),
         repair={"mojibake": False},  # tests and tables of encodings have it on purpose
         licence_headers={"on": True},
         too_short={"min_chars": 10},
@@ -571,7 +606,6 @@ DEFAULTS: dict[str, CleanConfig] = {
         _PROSE_RULES,
         _EN,
         wrong_script={"on": False, "min_share": 0.5, "from_chars": 0},
-        symbols={"max_share": 0.4},
         loose_lines={"max_share": 0.9},
         few_sentences={"min_per_1000_chars": 1.0},
     ),

@@ -10,11 +10,12 @@ numba's cache knows when `kernels.py` changes, not when this file does: touch th
     SPLIT_PAIRS, LONGEST_NUMBER, LONG_TOKENS, BYTES_IN, BYTES_OUT, CHANGED, KEEP_FROM, KEEP_TO,
     CLASSICAL_HANS, MODERN_HANS, SPAM_HANS, SPAM_WORDS, RARE_HANS, PAIRS, PAIR_HITS, FAR_PAIRS, FAR_HITS,
     PHRASES, ENDED_PHRASES, LINE_PHRASES, LONE_HANS, BARE_CHARS, VERSE_CHARS, EVEN_CHARS, LONGEST_PHRASE,
-    NOISE, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
-) = range(16, 70)  # fmt: skip
+    NOISE_SIGNS, NOISE_LETTERS, PARTED, BROKEN_WORDS, MENU_CHARS, TABLE_CHARS, TABLE_RULES, PROSE_CHARS, STOPPED_LINES,
+    ASIDE_CHARS, ASIDE_LATIN, ASIDE_LETTERS, ASIDE_DIGITS, ASIDE_SYMBOLS,
+) = range(16, 77)  # fmt: skip
 """Columns of the counts, one row per text; the first sixteen are the character classes of `tables`. `CHANGED` is 0
 for a text that stays as it was, 1 when only its ends are cut off, 2 when it needs `compact`."""
-COLUMNS = STOPPED_LINES + 1
+COLUMNS = ASIDE_SYMBOLS + 1
 
 PAIR_HANS = 2048
 """Pairs are looked up among the first Han characters of a text, at most this many."""

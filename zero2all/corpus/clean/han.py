@@ -12,6 +12,7 @@ characters six places apart. In text whose characters were drawn at random the t
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 CODES = 0xA000
 """Characters from here on have no pairs."""
 PAIR_BITS = 20
+COMMON = 800
 
 
 @cache
@@ -46,6 +48,35 @@ def pair_tables() -> tuple[Array, Array]:
     pairs = np.zeros(1 << PAIR_BITS, bool)
     pairs[places] = True
     return codes, np.packbits(pairs, bitorder="little")
+
+
+def pair_evidence(text: str) -> list[float]:
+    """For each character of a text how much it looks like Han in running text, for Han: 1.2 in a frequent pair, 0.5
+    one of the `COMMON` characters with most of them, -0.3 another one, -1 one without any."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    codes, pairs = pair_tables()
+    places = np.minimum(points, CODES - 1)
+    code = codes[places].astype(np.uint64)
+    pair = ((code[:-1] * np.uint64(31) + code[1:]) & np.uint64(0xFFFF_FFFF)) >> np.uint64(32 - PAIR_BITS)
+    is_pair = (pairs[pair >> np.uint64(3)] >> (pair & np.uint64(7)).astype(np.uint8)) & 1
+    is_pair = (is_pair > 0) & (code[:-1] > 0) & (code[1:] > 0)
+    evidence = np.where(code > 0, np.where(_is_common()[places], 0.5, -0.3), -1.0)
+    evidence[:-1][is_pair] = 1.2
+    evidence[1:][is_pair] = 1.2
+    found: list[float] = evidence.tolist()
+    return found
+
+
+@cache
+def _is_common() -> Array:
+    lines = package_text(__package__, "han_pairs.txt").splitlines()
+    counts = Counter(character for line in lines for character in line[0] * (len(line) - 1) + line[1:])
+    common = {ord(character) for character, _ in counts.most_common(COMMON)}
+    found = np.zeros(CODES, bool)
+    found[list(common)] = True
+    forms = simplified_of()
+    found[[form for form, simplified in forms.items() if simplified in common]] = True
+    return found
 
 
 def _random(points: Array) -> Array:

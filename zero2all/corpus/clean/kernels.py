@@ -39,6 +39,8 @@ BARE_PHRASE_CHARS = 8
 BINDING = t.FUNCTION_HAN | t.COUNTING_HAN
 """Flags of the characters that a bare phrase has none of. (A bit of it on a spam character is not set.)"""
 PROSE_LINE_CHARS = 20
+TAG_CHARS, FORMULA_CHARS, CODE_CHARS = 400, 4_000, 100_000
+"""Longer tags, formulas and blocks of code are taken for text."""
 MASK_TOKEN_CHARS = 16
 """A run of letters and digits at least this long may be a key, and is looked at by the masks."""
 
@@ -236,7 +238,7 @@ def _add_phrases(phrases, row):  # type: ignore[no-untyped-def]
             row[k.LINE_PHRASES] += number
         if size == 5 or size == 7:
             row[k.VERSE_CHARS] += number * size
-        elif size == 1 and BY_SPACE <= closed_by <= BY_LINE_END:
+        elif size == 1 and closed_by == BY_SPACE:
             row[k.LONE_HANS] += number
         if entry & 1 == 0 and size <= BARE_PHRASE_CHARS:
             row[k.BARE_CHARS] += number * size
@@ -269,6 +271,81 @@ def _is_table_rule(points, start, end):  # type: ignore[no-untyped-def]
         elif point != 124 and point != 58 and point != 32:
             return False
     return dashes > 0
+
+
+@njit(nogil=True, inline="always")
+def _may_open(point, line_chars):  # type: ignore[no-untyped-def]
+    """Whether one of the signs with which `_aside_end` begins: $ < \\ ] and, at the beginning of a line, `."""
+    return point == 36 or point == 60 or point == 92 or point == 93 or (point == 96 and line_chars == 0)
+
+
+@njit(nogil=True)
+def _end_behind(points, at, end, one, two, three):  # type: ignore[no-untyped-def]
+    """The place behind the first run of these signs (0: none) from `at` on, or 0."""
+    size = 1 + (two != 0) + (three != 0)
+    for place in range(at, end - size + 1):
+        if (
+            points[place] == one
+            and (two == 0 or points[place + 1] == two)
+            and (three == 0 or points[place + 2] == three)
+        ):
+            return place + size
+    return 0
+
+
+@njit(nogil=True)
+def _aside_end(points, at, end):  # type: ignore[no-untyped-def]
+    """Where what begins at `at` ends: a formula ($…$, $$…$$, \\(…\\), \\[…\\]), a tag, CDATA, and in
+    Markdown a block of code or the address of a link.
+
+    0 when none begins.
+    """
+    if at + 2 >= end:
+        return 0
+    point, follows, third = points[at], points[at + 1], points[at + 2]
+    if point == 96:  # `
+        return _end_behind(points, at + 3, min(end, at + CODE_CHARS), 96, 96, 96) if follows == third == 96 else 0
+    if point == 92:  # backslash
+        closer = 41 if follows == 40 else 93 if follows == 91 else 0
+        return _end_behind(points, at + 2, min(end, at + FORMULA_CHARS), 92, closer, 0) if closer else 0
+    if point == 93:  # ](…), where a link leads to
+        closed = _end_behind(points, at + 2, min(end, at + FORMULA_CHARS), 41, 0, 0) if follows == 40 else 0
+        return 0 if _end_behind(points, at + 2, closed, 10, 0, 0) else closed
+    if point == 60:  # <
+        if follows == 33 and third == 91:  # ![
+            return _end_behind(points, at + 3, min(end, at + CODE_CHARS), 93, 93, 62)
+        if not (97 <= (follows | 32) <= 122 or follows == 47 or follows == 33 or follows == 63):  # / ! ?
+            return 0
+        closed = _end_behind(points, at + 2, min(end, at + TAG_CHARS), 62, 0, 0)
+        opened = _end_behind(points, at + 2, closed, 60, 0, 0)
+        return 0 if opened else closed
+    if follows == 36:
+        return _end_behind(points, at + 2, min(end, at + FORMULA_CHARS), 36, 36, 0)
+    closed = _end_behind(points, at + 2, min(end, at + FORMULA_CHARS), 36, 0, 0)
+    line_ended = _end_behind(points, at + 1, closed, 10, 0, 0)
+    # Prices have a space before the next $, or a digit behind it.
+    is_price = closed > 0 and (points[closed - 2] == 32 or (closed < end and 48 <= points[closed] <= 57))
+    return 0 if line_ended or is_price or follows == 32 else closed
+
+
+@njit(nogil=True)
+def _ends(table, points, beyond, start, end):  # type: ignore[no-untyped-def]
+    """Whether nothing of a word stands at `beyond`; on both sides of the letters of a+b, but not of w+rd."""
+    return not (start <= beyond < end and t.LATIN_LOWER <= table[points[beyond]] & t.CLASS_MASK <= t.LETTER)
+
+
+@njit(nogil=True)
+def _is_maths_bar(points, at, start, end):  # type: ignore[no-untyped-def]
+    """Whether a | stands beside a digit, a sign of maths or a single letter with another |, as in |a| and |x-1|."""
+    for place in (at - 1, at + 1):
+        if start <= place < end:
+            beside = points[place]
+            if 48 <= beside <= 57 or beside in (40, 41, 43, 60, 61, 62, 94, 95, 123, 125, 92, 0x2212):  # ()+<=>^_{}\\−
+                return True
+            beyond = 2 * place - at
+            if start <= beyond < end and 97 <= (beside | 32) <= 122 and points[beyond] == 124:
+                return True
+    return False
 
 
 @njit(
@@ -330,6 +407,7 @@ def scan(  # type: ignore[no-untyped-def]
         hans = 0
         even = 0
         rare = 0
+        was_pair = np.int64(0)
         pair_count = 0
         pair_hits = 0
         far_hits = 0
@@ -343,6 +421,8 @@ def scan(  # type: ignore[no-untyped-def]
         first_line = start
         last_kept = start
         repaired = False
+        aside_until = start
+        line_aside = 0
         at = start
         while at <= end:
             # One step behind the end: a line feed that is not there closes the last word and line.
@@ -382,6 +462,7 @@ def scan(  # type: ignore[no-untyped-def]
                 run_chars += 1
                 run_alnum += 1
                 line_chars += 1
+                line_aside += at < aside_until
                 line_end_kind = of_class
                 before_kind = kind
                 last_kept = at + 1
@@ -405,7 +486,10 @@ def scan(  # type: ignore[no-untyped-def]
             before_kind = t.HAN if of_class == t.HAN else kind  # the flags of Han have other meanings
 
             # Everything below ends a word.
-            if word_chars > 0:
+            if word_chars > 0 and at < aside_until:
+                word_hash = _SEED
+                word_chars = 0
+            elif word_chars > 0:
                 unit = _mixed(word_hash)
                 units[unit_count] = unit
                 unit_sizes[unit_count] = word_chars
@@ -433,7 +517,12 @@ def scan(  # type: ignore[no-untyped-def]
             elif run_chars > 0:
                 if run_chars >= MASK_TOKEN_CHARS and 0 < run_digits < run_alnum:
                     row[k.LONG_TOKENS] += 1
-                if run_chars >= blob_run and 10 * run_alnum >= 9 * run_chars and 30 * run_digits >= run_chars:
+                if (
+                    run_chars >= blob_run
+                    and at >= aside_until
+                    and 10 * run_alnum >= 9 * run_chars
+                    and 30 * run_digits >= run_chars
+                ):
                     row[k.BLOB_CHARS] += run_chars
                 run_chars = 0
                 run_digits = 0
@@ -449,21 +538,22 @@ def scan(  # type: ignore[no-untyped-def]
                     if hans < k.PAIR_HANS:
                         code = han_codes[point] if point < len(han_codes) else np.uint32(0)
                         rare += code == 0
+                        was_pair = _is_pair(pairs, recent[(hans - 1) & 7], code)
                         if adjacent:
                             pair_count += 1
-                            pair_hits += _is_pair(pairs, recent[(hans - 1) & 7], code)
+                            pair_hits += was_pair
                         far_hits += _is_pair(pairs, recent[(hans - FAR) & 7], code)
                         recent[hans & 7] = code
                     if not adjacent:
                         if last_han == at - 2:
                             between = points[at - 1]
                             class_between = table[between] & t.CLASS_MASK
-                            if (
-                                t.LATIN_LOWER <= class_between <= t.LATIN_UPPER
-                                or (class_between == t.SYMBOL and between != 96)  # not Markdown's `
-                                or between in (35, 37, 38, 92)  # # % & \
-                            ):
-                                row[k.NOISE] += 1
+                            if t.LATIN_LOWER <= class_between <= t.LATIN_UPPER:
+                                row[k.NOISE_LETTERS] += 1
+                            elif hans < k.PAIR_HANS and between != 10 and (between < 128 or class_between == t.SYMBOL):
+                                row[k.PARTED] += was_pair
+                            if (class_between == t.SYMBOL and between != 96) or between in (35, 37, 38, 92):
+                                row[k.NOISE_SIGNS] += 1  # not Markdown's `; # % & \
                         if phrase > 0 and line_end_kind == t.HAN:
                             even += _close_phrase(phrases, phrase, phrase_bound, phrase_before, BY_SPACE)
                             phrase_before = phrase
@@ -474,11 +564,13 @@ def scan(  # type: ignore[no-untyped-def]
                     phrase_bound += kind & BINDING
                     last_han = at
                 line_chars += 1
+                line_aside += at < aside_until
                 line_end_kind = of_class
-                units[unit_count] = (np.uint64(point) + _ONE) * _MIX
-                unit_sizes[unit_count] = 1
-                unit_count += 1
-                row[k.UNIT_CHARS] += 1
+                if at >= aside_until:
+                    units[unit_count] = (np.uint64(point) + _ONE) * _MIX
+                    unit_sizes[unit_count] = 1
+                    unit_count += 1
+                    row[k.UNIT_CHARS] += 1
                 last_kept = at + 1
                 if first_kept < 0:
                     first_kept = at
@@ -499,8 +591,9 @@ def scan(  # type: ignore[no-untyped-def]
                     phrase = 0
                     phrase_bound = 0
                 if line_chars > 0:
-                    row[k.LINES] += 1
                     row[k.LINE_CHARS_MAX] = max(row[k.LINE_CHARS_MAX], at - line_start)
+                if line_chars > line_aside:
+                    row[k.LINES] += 1
                     ended = line_end_kind == t.SENTENCE_END
                     row[k.STOPPED_LINES] += ended or line_end_kind == t.PUNCTUATION
                     if ended:
@@ -518,19 +611,20 @@ def scan(  # type: ignore[no-untyped-def]
                         elif line_bars > 2 and not ended and line_chars < MENU_PIECE_CHARS * line_bars:
                             row[k.TABLE_CHARS if line_first == 124 else k.MENU_CHARS] += line_chars
                     row[k.LINE_CHARS] += line_chars
-                    if line_chars >= duplicate_line:
+                    if line_chars - line_aside >= duplicate_line:
                         lines[line_count] = line_hash
                         line_sizes[line_count] = line_chars
                         line_count += 1
                         if line_count == WINDOW_LINES:
                             row[k.DUPLICATE_LINE_CHARS] += _duplicate_line_chars(lines, line_sizes, line_count, keys)
                             line_count = 0
-                    line_hash = _SEED
-                    line_chars = 0
-                    line_bars = 0
-                    line_urls = 0
-                    line_first = np.uint32(0)
-                    line_end_kind = 0
+                line_hash = _SEED
+                line_chars = 0
+                line_aside = 0
+                line_bars = 0
+                line_urls = 0
+                line_first = np.uint32(0)
+                line_end_kind = 0
                 line_start = at + 1
             else:
                 if stamps[point] != stamp:
@@ -539,7 +633,17 @@ def scan(  # type: ignore[no-untyped-def]
                 line_hash = (line_hash ^ np.uint64(point)) * _PRIME
                 if line_chars == 0:
                     line_first = point
+                if at >= aside_until and not keep_indent and _may_open(point, line_chars):
+                    aside_until = max(aside_until, _aside_end(points, at, end))
+                    for place in range(at, aside_until):
+                        class_aside = table[points[place]] & t.CLASS_MASK
+                        row[k.ASIDE_CHARS] += class_aside >= t.HAN
+                        row[k.ASIDE_LATIN] += t.LATIN_LOWER <= class_aside <= t.LATIN_UPPER
+                        row[k.ASIDE_LETTERS] += t.HAN <= class_aside <= t.LETTER
+                        row[k.ASIDE_DIGITS] += class_aside == t.DIGIT
+                        row[k.ASIDE_SYMBOLS] += t.SENTENCE_END <= class_aside <= t.SYMBOL
                 line_chars += 1
+                line_aside += at < aside_until
                 last_kept = at + 1
                 if first_kept < 0:
                     first_kept = at
@@ -551,13 +655,17 @@ def scan(  # type: ignore[no-untyped-def]
                     phrase = 0
                     phrase_bound = 0
                 if kind & t.SIGN:
-                    line_bars += point == 124 or point > 127
+                    if at >= aside_until:
+                        line_bars += point > 127 or (point == 124 and not _is_maths_bar(points, at, start, end))
                     if (
                         start < at < end - 1
                         and table[points[at - 1]] & t.CLASS_MASK == t.LATIN_LOWER
                         and table[points[at + 1]] & t.CLASS_MASK == t.LATIN_LOWER
+                        and not (_ends(table, points, at - 2, start, end) and _ends(table, points, at + 2, start, end))
                     ):
                         row[k.BROKEN_WORDS] += 1
+                elif (point == 62 or point == 47) and start < at < end - 1:  # > / between spaces
+                    line_bars += points[at - 1] == 32 and points[at + 1] == 32
                 if kind & t.CLOSER == 0:
                     line_end_kind = of_class
                     line_end_point = point

@@ -43,20 +43,22 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
     letters = column[t.HAN : t.LETTER + 1].sum(axis=0)
     latin = column[t.LATIN_LOWER] + column[t.LATIN_UPPER]
     symbols = column[t.SENTENCE_END : t.ART + 1].sum(axis=0)
+    beside = chars - column[k.ASIDE_CHARS]  # formulas and tags
     lines = column[k.LINES]
     return {
         "chars": chars,
         "letters": letters,
+        "letters_beside": letters - column[k.ASIDE_LETTERS],
         "replacement_share": _share(column[t.REPLACEMENT], chars),
         "mojibake_latin_share": _share(column[k.MOJIBAKE_PAIRS], chars),
         "mojibake_han_share": _share(column[k.GBK_SUSPECTS], column[t.HAN]),
         "art_share": _share(column[t.ART], chars),
-        "han_share": _share(column[t.HAN], letters),
-        "latin_share": _share(latin, letters),
+        "han_share": _share(column[t.HAN], letters - column[k.ASIDE_LATIN]),
+        "latin_share": _share(latin - column[k.ASIDE_LATIN], letters - column[k.ASIDE_LETTERS]),
         "ascii_share": _share(column[k.ASCII], chars),
         "blob_share": _share(column[k.BLOB_CHARS], chars),
-        "digit_share": _share(column[t.DIGIT], chars),
-        "symbol_share": _share(symbols, chars),
+        "digit_share": _share(column[t.DIGIT] - column[k.ASIDE_DIGITS], beside),
+        "symbol_share": _share(symbols - column[k.ASIDE_SYMBOLS], beside),
         "url_share": _share(column[k.URL_CHARS], chars),
         "emails": column[k.EMAILS],
         "emails_per_1000_chars": 1000 * _share(column[k.EMAILS], chars),
@@ -68,7 +70,7 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "lines": lines,
         "unended_line_share": _share(lines - column[k.ENDED_LINES], lines),
         "ellipsis_line_share": _share(column[k.ELLIPSIS_LINES], lines),
-        "sentences_per_1000_chars": 1000 * _share(column[k.SENTENCES], chars),
+        "sentences_per_1000_chars": 1000 * _share(column[k.SENTENCES], beside),
         "function_share": _share(column[k.FUNCTION_WORDS] + column[k.FUNCTION_HANS], column[k.WORDS] + column[t.HAN]),
         "words": column[k.WORDS],
         "function_word_share": _share(column[k.FUNCTION_WORDS], column[k.WORDS]),
@@ -78,10 +80,12 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         "mean_line_chars": _share(column[k.LINE_CHARS], lines),
         "spam_share": np.zeros(len(chars)),  # these two are worked out by `spam`, for the few texts that need it
         "spam_terms": np.zeros(len(chars)),
+        "footer_share": np.zeros(len(chars)),  # set by the cleaner, for the few texts that have such phrases
         "spam_han_share": _share(column[k.SPAM_HANS], column[t.HAN]),
         "spam_word_share": _share(column[k.SPAM_WORDS], column[k.WORDS]),
         "bare_share": _share(column[k.BARE_CHARS], column[t.HAN]),
-        "noise_share": _share(3 * column[k.NOISE] + column[k.LONE_HANS], column[t.HAN]),
+        "noise_share": _noise(column),
+        "aside_share": _share(column[k.ASIDE_CHARS], chars),
         "rare_share": _share(column[k.RARE_HANS], np.minimum(column[t.HAN], k.PAIR_HANS)),
         "broken_word_share": _share(column[k.BROKEN_WORDS], column[k.WORDS]),  # lowered by `lower_broken_share`
         "menu_share": _share(
@@ -91,6 +95,16 @@ def measures_of(counts: Array, config: CleanConfig) -> Measures:
         **_pairs(column),
         **_kinds(column, chars, latin, config),
     }
+
+
+def _noise(column: Array) -> Array:
+    """Han characters that stand alone, behind a single sign, or one character apart from the one they go with.
+
+    A single letter between Han is the name of a place, a point or a person; noise only as often as there are signs.
+    """
+    signs = column[k.NOISE_SIGNS]
+    single = column[k.LONE_HANS] + signs + np.minimum(signs, column[k.NOISE_LETTERS])
+    return _share(single, column[t.HAN]) + _share(column[k.PARTED], np.minimum(column[t.HAN], k.PAIR_HANS))
 
 
 def lower_broken_share(texts: list[str], measures: Measures, config: CleanConfig) -> None:
@@ -123,14 +137,19 @@ def _kinds(column: Array, chars: Array, latin: Array, config: CleanConfig) -> Me
     modern = _share(column[k.MODERN_HANS], han)
     classical = _share(column[k.CLASSICAL_HANS], han)
     ended = column[k.ENDED_PHRASES] >= 0.15 * column[k.PHRASES]
-    even = np.where(ended, column[k.EVEN_CHARS], 0)  # a list of words has phrases of one length too
+    strange = _share(column[k.PAIR_HITS], column[k.PAIRS]) < rule.max_bare_pair_share
+    # A list of words has phrases of one length too.
+    even = np.where(ended | (strange & (column[k.EVEN_CHARS] >= 0.9 * han)), column[k.EVEN_CHARS], 0)
     rhythm = _share(np.maximum(column[k.VERSE_CHARS], even), han)
     phrase_chars = _share(han, column[k.PHRASES])
     old = (modern <= rule.max_modern_share) & (han >= latin)
     on_lines = _share(column[k.LINE_PHRASES], column[k.PHRASES])
-    paused = ended | (on_lines >= 0.15)
+    paused = ended | (on_lines >= 0.15) | strange
     song = (  # ci and qu: phrases of any length, none long, several to a sentence or a line
-        (phrase_chars >= 3) & (column[k.LONGEST_PHRASE] <= rule.max_phrase_chars) & (on_lines <= 0.8)
+        (phrase_chars >= 3)
+        & (column[k.LONGEST_PHRASE] <= rule.max_phrase_chars)
+        & ((on_lines <= 0.8) | strange)
+        & (column[k.DISTINCT] >= 0.4 * np.minimum(chars, 400))  # advertisements repeat their words
     )
     words = column[k.WORDS]
     spoken = (column[k.FUNCTION_WORDS] >= 0.15 * words) | (column[k.STOPPED_LINES] >= 0.3 * lines)
@@ -165,7 +184,10 @@ def _over(rule: str, measure: str, unit: str = "chars") -> Judge:
         settings = getattr(config, rule)
         over = (measures[measure] > settings.max_share) & (measures[unit] >= getattr(settings, f"from_{unit}"))
         spare = getattr(settings, "spare_prose_share", None)
-        return over if spare is None else over & ((measures["prose_share"] < spare) | (measures[measure] > 0.8))
+        if spare is None:
+            return over
+        prose = measures["prose_share"] >= spare
+        return over & ~(prose | (measures["aside_share"] >= 0.4)) | over & (measures[measure] > 0.8)
 
     return judge
 
@@ -176,14 +198,23 @@ def _list_like(rule: str, measure: str) -> Judge:
 
     def judge(measures: Measures, config: CleanConfig) -> Array:
         spare = getattr(config, rule).spare_function_share
-        return over(measures, config) & ~((measures["function_share"] >= spare) | measures["unstopped"])
+        return over(measures, config) & ~(
+            (measures["function_share"] >= spare) | measures["unstopped"] | _spoken(measures)
+        )
 
     return judge
 
 
+def _spoken(m: Measures) -> Array:
+    """Pages that are mostly code or mark-up, and Chinese without marks that is no list: enough function characters, and
+    few phrases without any."""
+    chinese = (m["han"] >= 20) & (m["function_han_share"] >= 0.1) & (m["modern_share"] >= 0.02)
+    return (m["aside_share"] >= 0.3) | (chinese & (m["bare_share"] < 0.35))
+
+
 def _wrong_script(m: Measures, c: CleanConfig) -> Array:
     rule = c.wrong_script
-    return (m[f"{rule.script}_share"] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters"] > 0)
+    return (m[f"{rule.script}_share"] < rule.min_share) & (m["chars"] >= rule.from_chars) & (m["letters_beside"] > 20)
 
 
 def _digits(m: Measures, c: CleanConfig) -> Array:
@@ -200,21 +231,29 @@ def _blobs(m: Measures, c: CleanConfig) -> Array:
 def _few_sentences(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_sentences
     few = (m["sentences_per_1000_chars"] < rule.min_per_1000_chars) & (m["chars"] >= rule.from_chars)
-    return few & (m["function_share"] < rule.spare_function_share) & ~m["unstopped"]
+    return few & (m["function_share"] < rule.spare_function_share) & ~m["unstopped"] & ~_spoken(m)
 
 
 def _few_function_words(m: Measures, c: CleanConfig) -> Array:
     rule = c.few_function_words
     if rule.of == "han":
-        few = (m["function_han_share"] < rule.min_share) & (m["han"] >= rule.from_units)
+        error = np.sqrt(m["function_han_share"] / np.maximum(m["han"], 1))
+        few = (m["function_han_share"] + error < rule.min_share) & (m["han"] >= rule.from_units)
         # News full of figures has few of them, but sentences.
         return few & ~m["verse"] & ~m["classical"] & (m["prose_share"] < rule.spare_prose_share)
-    return (m["function_word_share"] < rule.min_share) & (m["words"] >= rule.from_units)
+    least = np.where(m["aside_share"] >= 0.3, rule.min_share / 2, rule.min_share)
+    return (m["function_word_share"] < least) & (m["words"] >= rule.from_units)
 
 
 def _mojibake(m: Measures, c: CleanConfig) -> Array:
     rule = c.mojibake
     han = (m["mojibake_han_share"] > rule.max_han_share) & (m["rare_share"] >= rule.min_rare_share)
+    han |= (
+        (m["rare_share"] > rule.max_rare_share)
+        & (m["pair_share"] < 0.1)
+        & (m["pairs"] >= 20)
+        & (m["function_han_share"] < 0.07)
+    )
     return (m["mojibake_latin_share"] > rule.max_latin_share) | han
 
 
@@ -245,7 +284,9 @@ def _scrambled(m: Measures, c: CleanConfig) -> Array:
 def _garbled(m: Measures, c: CleanConfig) -> Array:
     rule = c.garbled
     rare = m["rare_share"] - np.where(m["old"], rule.max_old_rare_share, rule.max_rare_share)
-    noise = m["noise_share"] + np.where(m["verse"], 0, np.maximum(0, rare))
+    in_lines = (m["mean_line_chars"] < 16) & (m["lines"] >= 6)  # modern verse
+    noise = m["noise_share"] + np.where(m["verse"] | in_lines, 0, np.maximum(0, rare))
+    noise = noise - 1.5 * np.sqrt(noise / np.maximum(m["han"], 1))  # standard errors
     han = (noise > np.where(m["old"], rule.max_old_share, rule.max_share)) & (m["han"] >= rule.from_units)
     return han | ((m["broken_word_share"] > rule.max_word_share) & (m["words"] >= rule.from_units))
 
@@ -253,12 +294,17 @@ def _garbled(m: Measures, c: CleanConfig) -> Array:
 def _keyword_lists(m: Measures, c: CleanConfig) -> Array:
     rule = c.keyword_lists
     old = m["verse"] | m["classical"]
-    limit = np.where(m["ended_phrase_share"] < 0.03, rule.max_unended_bare_share, rule.max_bare_share)
+    unended = (m["ended_phrase_share"] < 0.03) & (m["han"] >= 2 * rule.from_chars)
+    limit = np.where(unended, rule.max_unended_bare_share, rule.max_bare_share)
     bare = (m["bare_share"] > np.where(old, rule.max_bare_share, limit)) & (m["han"] >= rule.from_chars)
     listed = (m["function_han_share"] < rule.max_function_share) & ~old
     many = rule.min_old_pair_share - np.where(m["phrase_chars"] < 4, 0.08, 0)  # short phrases are words alone
     words = (m["function_han_share"] < rule.max_old_function_share) & (m["pair_share"] > many)
-    return bare & (listed | (words & (m["classical_share"] < 0.005)))
+    repeated = (m["bare_share"] > rule.max_unended_bare_share) & (m["distinct_share"] < rule.min_distinct_share) & ~old
+    advertised = (
+        repeated & (m["modern_share"] < 0.02) & (m["function_han_share"] < 0.13) & (m["han"] >= rule.from_chars)
+    )
+    return advertised | bare & (listed | (words & (m["classical_share"] < 0.005)))
 
 
 JUDGES: dict[str, CleaningRule] = {
@@ -285,6 +331,7 @@ JUDGES: dict[str, CleaningRule] = {
     "top_ngram": CleaningRule(_over("top_ngram", "top_ngram_share"), "top_ngram_share"),
     "duplicate_ngrams": CleaningRule(_duplicate_ngrams, "duplicate_ngram_share"),
     "menu_lines": CleaningRule(_over("menu_lines", "menu_share"), "menu_share"),
+    "footers": CleaningRule(_over("footers", "footer_share"), "footer_share"),
     "loose_lines": CleaningRule(_list_like("loose_lines", "loose_line_share"), "loose_line_share function_share"),
     "unended_lines": CleaningRule(
         _list_like("unended_lines", "unended_line_share"), "unended_line_share function_share"

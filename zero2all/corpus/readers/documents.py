@@ -149,7 +149,8 @@ def _read_pdf(data: bytes) -> Page:
     try:
         reader = PdfReader(io.BytesIO(data))
         pages = [page.extract_text().splitlines() for page in reader.pages]
-        title = str((reader.metadata or {}).get("/Title") or "").strip()
+        known: Any = reader.metadata or {}
+        title = str(known.get("/Title") or "").strip()
     except Exception as error:  # it raises whatever its parts raise
         raise MarkupError(first_line_of(error), "encrypted" if "crypt" in str(error) else "damaged_pdf") from error
     edges: dict[str, int] = {}

@@ -1,9 +1,11 @@
 """Which encoding a text has, found from a sample, and how to bring it to UTF-8.
 
 UTF-8 is the rule. A byte order mark decides; without one, zero bytes in most lines point to UTF-16 or to no text at
-all, and bytes that are not UTF-8 to GB18030 (the superset of GBK and GB2312) if the characters they give are mostly
-common Chinese ones. A file in which some lines are garbage stays what the others are, and each broken record goes to
-quarantine; so does text in any other encoding.
+all. Bytes that are not UTF-8 are decoded as each of `LEGACY`, and what comes out is judged as language: neighbouring
+Han characters that go together (`clean.han`), kana, frequent Hangul, frequent pairs of Cyrillic letters, accented
+letters of one language inside words. Text read in a wrong encoding has none of that. Where no encoding gives language,
+or two do, the file stays UTF-8 by name: its records go to quarantine, and `--encoding` can name what it is. A file in
+which some lines are garbage stays what the others are, and each broken record goes to quarantine.
 """
 
 from __future__ import annotations
@@ -33,13 +35,32 @@ BINARY_STARTS = (
 
 MANY = 4
 """A file is UTF-8 with damage when it has this many good sequences for each bad byte."""
-COMMON_SHARE = 0.5
-"""At least this share of GB18030 text beyond ASCII is in the first level of GB 2312 or punctuation: 0.95 in modern
-prose, under 0.4 when Big5 or UTF-8 is read as GB18030."""
+LEGACY = {
+    "gb18030": "han",
+    "big5hkscs": "han",
+    "cp932": "japanese",
+    "euc_jp": "japanese",
+    "cp949": "korean",
+    "cp1251": "cyrillic",
+    "koi8_r": "cyrillic",
+    "cp1252": "latin",
+    "cp1250": "eastern latin",
+    "iso8859_2": "eastern latin",
+    "cp1254": "eastern latin",
+}
+"""Encodings without a mark, and what text in them is written in; each includes its smaller forms (GBK, Latin-1 …)."""
+JUDGED_BYTES = 1 << 12
+"""So much of the lines that are not ASCII is judged."""
+LEAST_LIKELY = 0.25
+"""Least mean evidence of a character beyond ASCII; see benchmarks/corpus_encodings.py."""
+LEAST_ALONE = 0.15
+"""The same where no other reading has any evidence."""
+LEAST_AHEAD = 0.15
+"""The best reading must be this much ahead of the next one that gives another text."""
 PLAIN_SHARE = 0.97
 """At least this share of UTF-16 text is in the blocks of living scripts."""
 BAD_SHARE = 0.01
-"""At most this share of the characters of a GB18030 sample may be undecodable, or two."""
+"""At most this share of the characters beyond ASCII may be undecodable, or two."""
 
 _MULTIBYTE = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _HIGH_RUN = re.compile(rb"[\x80-\xff]+")
@@ -50,10 +71,11 @@ _PLAIN = re.compile(
 )
 
 
-def find_encoding(sample: bytes, whole: bool) -> tuple[str, int]:
+def find_encoding(sample: bytes, whole: bool, named: str | None = None) -> tuple[str, int]:
     """The encoding of a text that starts with `sample`, and the length of its byte order mark.
 
-    `whole`: the sample is all there is, so that nothing can have been cut at its end. `BINARY`: no text.
+    `whole`: the sample is all there is, so that nothing can have been cut at its end. `named`: what it is when it is
+    neither marked nor UTF-8. `BINARY`: no text.
     """
     for bom, encoding in BOMS:
         if sample.startswith(bom):
@@ -61,15 +83,15 @@ def find_encoding(sample: bytes, whole: bool) -> tuple[str, int]:
     if b"\0" in sample:
         clean = _clean_lines(sample)
         if not clean:
-            return _find_utf16(sample), 0
+            return named if named and len(newline_of(named)) > 1 else _find_utf16(sample), 0
         sample, whole = clean, False
     if _is_utf8(sample, whole):
-        return "utf-8", 0
+        return named if named and sample.isascii() else "utf-8", 0
+    if named:
+        return named, 0
     good = len(_MULTIBYTE.findall(sample))
     bad = sum(map(len, _HIGH_RUN.findall(_MULTIBYTE.sub(b" ", sample))))
-    if good < MANY * bad and _looks_like_gb18030(sample):
-        return "gb18030", 0
-    return "utf-8", 0
+    return _find_legacy(sample) if good < MANY * bad else "utf-8", 0
 
 
 def _clean_lines(sample: bytes) -> bytes:
@@ -102,17 +124,136 @@ def _find_utf16(sample: bytes) -> str:
     return best if shares.get(best, 0.0) >= PLAIN_SHARE else BINARY
 
 
-def _looks_like_gb18030(sample: bytes) -> bool:
-    text = codecs.getincrementaldecoder("gb18030")("replace").decode(sample)
-    beyond = [character for character in text if character > "\x7f"]
-    if len(beyond) < 2 or beyond.count("\ufffd") > 2 + BAD_SHARE * len(beyond):
-        return False
-    common = 0
-    for character in beyond:
-        pair = character.encode("gb18030")
-        if len(pair) == 2 and pair[1] >= 0xA1:
-            common += 0xB0 <= pair[0] <= 0xD7 or 0xA1 <= pair[0] <= 0xA3
-    return common >= COMMON_SHARE * len(beyond)
+def _find_legacy(sample: bytes) -> str:
+    """The one of `LEGACY` in which the sample is language, else UTF-8."""
+    lines = b"\n".join(line for line in sample.split(b"\n") if not line.isascii())[:JUDGED_BYTES]
+    readings: dict[str, tuple[float, str]] = {}
+    for encoding, kind in LEGACY.items():
+        text = codecs.getincrementaldecoder(encoding)("replace").decode(lines)
+        found = likelihood(text, kind)
+        if found > readings.get(text, (-9.0, ""))[0]:
+            readings[text] = (found, encoding)
+    (best, encoding), *others = sorted(readings.values(), reverse=True)
+    ahead = best - max((other for other, _ in others), default=-1.0)
+    is_sure = best >= LEAST_LIKELY and ahead >= LEAST_AHEAD
+    return encoding if is_sure or (best >= LEAST_ALONE and ahead > 1) else "utf-8"
+
+
+_SIGNS = frozenset("　、。，．・：；？！「」『』（）【】《》〈〉“”‘’—…～％＋－＝／·–«»§°€£©®™\xa0")
+_HANGUL = frozenset(
+    "다이니는하에을를의로지가수서기사용은있한합스습자성정요트리해시인고드할어으제소우입일라문나도보그여대과면값적위되만반아들함모것전상세터환체열된예와"
+    "속부경저오생작구게음않호같타브메동명개포크러때변배프더됩식능미유표데내설단래공객코장록간주디비원방조선레형분거버화치없출각페결현본른파또든키추실두"
+    "중연행마웹법목바신확운며필처재발특진안당언번션접텐력복참될테및계항업청관매역알링새통색점최했었겠습까네죠군무말차산년월"
+)
+_CYRILLIC = frozenset(
+    """
+    ст ен то ра ни по ет ме на но пр ов ер ол ко ва та те ан от ро ть об ре ль ат ри ле од ли ка им ем не во мо
+    ны тр ос ис ор де ие ит ля нт ти да со ес ак ом го ия же вы за ел ед ог че ве до ой сп ся ав ци нн сл ин ло
+    он тс тв ок аз ае ек ож зо пе ам эт ал ки ач ас ру ьз из бр ые бо ил ди оз бы оп дл ла ми ад иц ый ий ую ше
+    ещ ще хо ух жи чт ну
+    """.split()  # noqa: SIM905
+)
+"""Pairs of letters that are frequent in Russian."""
+_SHORT_CYRILLIC = frozenset(
+    "и в на не по из с к о у а но за от до со во бы же ни ли да мы он то их его я і з й та".split()  # noqa: SIM905
+)
+_CYRILLIC_WORD = re.compile("[\u0400-\u04ff]+")
+_NOT_RUSSIAN = frozenset("ЂЃЉЊЌЋЏђѓљњќћџѕЅјЈ")
+_LATIN = ("àâæçéèêëîïôœùûü", "äöüßéà", "áéíñóúü", "áâãàçéêíóôõúü", "àèéìíòóùúî", "ëïéöèóáü", "åäöæøéü")
+_EASTERN_LATIN = ("ąćęłńóśźż", "áčďéěíňóřšťúůýž", "áéíóöőúüű", "áäčďéíĺľňóôŕšťúýž", "ăâîşţ", "çğıiöşüâî", "čćđšž")
+"""The accented letters of a language each: of Western Europe, of Eastern Europe and Turkey."""
+_OUTSIDE_WORDS = frozenset("‘’“”–—…«»·§°€£©®™\xa0¿¡•†×№")
+
+
+def likelihood(text: str, kind: str) -> float:
+    """How much like language the characters beyond ASCII are: their mean evidence, about -2 to 1.
+
+    One more character without evidence is counted, so that two or three of them must be very sure.
+    """
+    beyond = [at for at, character in enumerate(text) if character > "\x7f"]
+    evidence = _EVIDENCE.get(kind, _east_asian)(text, beyond, kind)
+    if evidence < 1:
+        return -1.0
+    return (evidence - 3 * max(0, text.count("\ufffd") - 2)) / (len(beyond) + 1)
+
+
+def _east_asian(text: str, beyond: list[int], kind: str) -> float:
+    from zero2all.corpus.clean.han import pair_evidence
+
+    of_han = pair_evidence(text)
+    total = 0.0
+    for at in beyond:
+        character = text[at]
+        if "\u4e00" <= character <= "\u9fff":
+            found = of_han[at] * (0.5 if kind == "korean" else 1)
+        elif character in _SIGNS or "\uff10" <= character <= "\uff5a":
+            found = 0.4
+        elif "\u3041" <= character <= "\u30fc":
+            found = 1 if kind == "japanese" else 0.4
+        elif "\uac00" <= character <= "\ud7a3":
+            found = 1.2 if character in _HANGUL else -0.3
+        else:
+            found = -1
+        around = text[at - 1 : at + 2 : 2]
+        total += found - (len(around) == 2 and around.isascii() and around.isalpha() and around.islower())
+    return total
+
+
+def _cyrillic(text: str, beyond: list[int], kind: str) -> float:  # noqa: ARG001
+    total = sum(0.3 if text[at] in _OUTSIDE_WORDS else -1.0 for at in beyond if not "\u0400" <= text[at] <= "\u04ff")
+    for match in _CYRILLIC_WORD.finditer(text):
+        word = match[0]
+        beside = text[match.start() - 1 : match.start()] + text[match.end() : match.end() + 1]
+        lowered = word.lower()
+        if any(character.isalpha() for character in beside):
+            total -= len(word)
+        elif not _NOT_RUSSIAN.isdisjoint(word):
+            total -= 6
+        elif len(word) < 3:
+            total += 0.5 if lowered in _SHORT_CYRILLIC else -0.5
+        else:
+            hits = sum(lowered[at : at + 2] in _CYRILLIC for at in range(len(word) - 1))
+            total += (1.6 * hits - 0.4 * len(word)) * (word[1:].islower() or word.isupper())
+    return total
+
+
+def _latin(text: str, beyond: list[int], kind: str) -> float:
+    total = 0.0
+    letters = []
+    for at in beyond:
+        character = text[at]
+        before, after = text[max(0, at - 2) : at], text[at + 1 : at + 3]
+        inside = before[-1:].isalpha() and after[:1].isalpha()
+        if character in "¿¡":
+            total += 0.6 if after.isalpha() and not before[-1:].isalnum() else -1
+        elif character in _OUTSIDE_WORDS:
+            total += -4 if inside and character not in "’·\xa0" else 0.6
+        elif character.isalpha() and character not in "ªº":
+            letters.append(character.lower())
+            pair_before = before[:1] if before[-1:] > "\x7f" else ""
+            beside = any(each.isascii() and each.isalpha() for each in before[-1:] + after[:1] + pair_before)
+            alone = character in "éàóèôÉÀ" and not (before + after).strip().isalpha()
+            inner = character.isupper() and before[-1:].islower()
+            total += -2 if inner else 1 if beside else 0.5 if alone else -1.5
+        else:
+            total += -4 if inside else 0.3
+    languages = _LATIN if kind == "latin" else _EASTERN_LATIN
+    strange = len(letters) - max(sum(letter in language for letter in letters) for language in languages)
+    total -= 8 * max(0.0, strange - 0.02 * len(letters) - (len(letters) > 20))
+    return total if kind == "latin" else total - 0.2 * len(beyond)
+
+
+_EVIDENCE = {"cyrillic": _cyrillic, "latin": _latin, "eastern latin": _latin}
+
+
+def encoding_problem(name: str) -> str | None:
+    """Why text cannot be read in an encoding of this name; None when it can."""
+    try:
+        return (
+            None if "\n{".encode(name) in (b"\n{", *("\n{".encode(wide) for _, wide in BOMS)) else "it has no line ends"
+        )
+    except LookupError:
+        return "Python knows no text encoding of this name"
 
 
 def newline_of(encoding: str) -> bytes:

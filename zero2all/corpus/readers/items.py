@@ -84,6 +84,8 @@ class ReaderLimits:
     """… once it has given this many bytes."""
     max_nesting: int = 5
     """Layers of compression and archives inside one another that are opened (tar.gz: 2)."""
+    encoding: str | None = None
+    """That of every file which is not UTF-8 and has no byte order mark. None: found file by file."""
     chats: bool = False
     """Rows that are a message each are joined to conversations (see `chats`)."""
     max_spool_bytes: int = 16_000_000_000

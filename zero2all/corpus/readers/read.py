@@ -151,7 +151,8 @@ class _UnitReader:
         elif not head and stream.broken is None:
             self.on_skip(Format.EMPTY, self._label(member))
         else:
-            found = sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None)
+            whole = len(head) < HEAD_BYTES and stream.broken is None
+            found = sniff(head, name, whole, named=self.limits.encoding)
             if not head:
                 found = SniffedFormat(Format.TEXT)
             if found.format in NOT_READ:

@@ -126,10 +126,13 @@ def inner_name(name: str, compression: str) -> str:
     return name[: -len(suffix)] + (".tar" if suffix.startswith(".t") else "")
 
 
-def sniff(head: bytes, name: str, whole: bool | None = None, sample: bytes = b"") -> SniffedFormat:
+def sniff(
+    head: bytes, name: str, whole: bool | None = None, sample: bytes = b"", named: str | None = None
+) -> SniffedFormat:
     """What a file that starts with `head` (up to 64 KB) and has this name or ending holds.
 
     `sample`: text from further inside, for the encoding of a file that begins in ASCII. `whole`: the head is all.
+    `named`: the encoding the user gave.
     """
     whole = len(head) < HEAD_BYTES if whole is None else whole
     suffix = suffix_of(name) or (name.lower() if name.startswith(".") else "")
@@ -145,9 +148,9 @@ def sniff(head: bytes, name: str, whole: bool | None = None, sample: bytes = b""
         return SniffedFormat(Format.COMPRESSED)
     if container_of(head, name):
         return SniffedFormat(Format.ARCHIVE)
-    encoding, bom_bytes = find_encoding(head, whole)
+    encoding, bom_bytes = find_encoding(head, whole, named)
     if encoding == "utf-8" and sample and head.isascii():
-        encoding = find_encoding(sample, whole=False)[0]
+        encoding = find_encoding(sample, whole=False, named=named)[0]
     if encoding == BINARY:
         return SniffedFormat(Format.BINARY)
     text = head[bom_bytes:]

@@ -82,7 +82,9 @@ def _look_inside(file: InputFile, handle: BinaryIO, limits: ReaderLimits) -> tup
     if not head:
         return SniffedFormat(Format.TEXT if stream.broken is not None else Format.EMPTY), layers
     sample = _sample(handle, file.size_bytes) if not layers else b""
-    return sniff(head, name, whole=len(head) < HEAD_BYTES and stream.broken is None, sample=sample), layers
+    return sniff(
+        head, name, whole=len(head) < HEAD_BYTES and stream.broken is None, sample=sample, named=limits.encoding
+    ), layers
 
 
 def _sample(handle: BinaryIO, size: int) -> bytes:
