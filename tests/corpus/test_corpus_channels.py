@@ -67,6 +67,12 @@ def test_a_document_has_the_channel_of_its_own_text(title, text, channel):
     assert channels_of([title], [text]) == [channel]
 
 
+@pytest.mark.timeout(60)  # the pattern that this asks for took minutes
+@pytest.mark.parametrize("opening", ["{{ ", "]( ", "``` ", "< "])
+def test_what_opens_and_never_closes_takes_no_longer_than_other_text(opening):
+    assert channels_of(["t"], [opening * 300_000]) == [None]
+
+
 def test_members_behind_the_first_one_of_an_archive_count_and_lists_of_lines_do(tmp_path, write_lines):
     members = {"README.md": english(0).encode() * 9, **{f"t/{n:03d}.txt": han(n).encode() for n in range(300)}}
     for name in (".zip", ".tar.gz"):

@@ -83,7 +83,7 @@ def test_loss_and_gradient_are_those_of_the_formula_with_every_answer_scored_alo
 
 
 def test_a_run_prefers_what_was_chosen_and_keeps_its_bits_where_it_was_killed(work, pairs, killed_run_keeps_its_bits):
-    words = ("--checkpoint.every_steps", "3", "--train.steps", "8")
+    words = ("--checkpoint.every_steps", "3", "--train.steps", "8", "--optim.lr_max", "3e-4")
     killed_run_keeps_its_bits(lambda: prepared(work, pairs, *words, valid_share=0.2), [5])
     reader = RunReader(work.run("pref"))
     first, last = (reader.series("loss/dpo").value[at] for at in (0, -1))

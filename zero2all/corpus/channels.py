@@ -43,9 +43,10 @@ LEAST_HAN_SHARE = 0.03
 """A text in Latin letters with this number and share of letters of another script is in that, beside code or names."""
 MOST_KANA_SHARE = 0.2
 _NOT_LATIN = re.compile("[\u0370-\u1fff\u3041-\u30ff\u4e00-\u9fff\uac00-\ud7a3]")
-_CODE = re.compile(r"```.*?```|<[^<>]*>|\{\{.*?\}\}|\]\([^)\n]*\)", re.DOTALL)
+_CODE = re.compile(r"```.*?```|<[^<>]*>|\{\{[^{}]*\}\}|\]\([^()\n]*\)", re.DOTALL)
+"""Blocks of code, tags, templates and addresses of links, which say nothing of the language of a page. No alternative
+reads on over the beginning of another: a page of nothing but `{{` would take minutes."""
 _ACCENTED = re.compile("[\u00c0-\u024f]")
-"""Blocks of code, tags, templates and addresses of links, which say nothing of the language of a page."""
 OTHER_WORDS = """
 der die und das den von zu mit sich des auf für ist im dem nicht ein eine als auch es werden aus hat dass sie nach wird
 bei einer um noch wie einem über einen kann diese wir ich aber wenn nur oder vor zur bis mehr durch
