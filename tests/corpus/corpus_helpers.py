@@ -5,7 +5,7 @@ from typing import Any
 
 from zero2all.common.records import iter_records
 from zero2all.corpus import BuildOptions, EngineConfig, Source, build_corpus
-from zero2all.corpus.dedup.config import DedupConfig
+from zero2all.corpus.dedup.config import DedupConfig, Passages
 
 HERE = EngineConfig(workers=1)
 """No worker processes."""
@@ -25,7 +25,8 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def build_three(corpus: Path, raw: Path, engine: EngineConfig) -> dict[str, Any]:
     paths = {"lines": raw / "lines.jsonl", "array": raw / "array.json", "texts": raw / "texts"}
-    options = BuildOptions(rules="none", unit_bytes=75_000, shard_bytes=200_000, valid_share=0.05)
+    dedup = DedupConfig(passages=Passages(100))
+    options = BuildOptions(rules="none", unit_bytes=75_000, shard_bytes=200_000, valid_share=0.05, dedup=dedup)
     return build_corpus(corpus, [Source(name, path, "en") for name, path in paths.items()], options, engine)
 
 

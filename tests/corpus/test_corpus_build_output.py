@@ -83,15 +83,17 @@ def test_clusters_say_which_record_was_kept_for_which(tmp_path, write_lines):
     assert sample["kept_gid"] == 2**40
 
 
-def test_no_near_duplicate_of_valid_is_left_in_train(tmp_path, write_lines):
+def test_what_is_held_out_shares_no_text_with_train_and_no_near_duplicate_is_dropped_for_it(tmp_path, write_lines):
     texts = [prose(n) for n in range(200)]
-    copies = [[*text[:60], "changed", *text[61:]] for text in texts]
+    copies = [[*text[:60], "changed", *text[61:]] for text in texts[:100]]
     path = write_lines("a.jsonl", [{"text": " ".join(text)} for text in [*texts, *copies]])
     options = BuildOptions(rules="none", valid_share=0.1, dedup=DedupConfig(near="held_out"))
-    build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)
+    report = build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)["sources"]["a"]
+    assert report["records_kept"] == 300
+    assert report["kept_out_of_valid"] > 10
     starts = {" ".join(record["content"].split()[:20]) for record in iter_records(tmp_path / "corpus", "a", "train")}
     held_out = [record["content"] for record in iter_records(tmp_path / "corpus", "a", "valid")]
-    assert len(starts) > len(held_out) > 10
+    assert len(starts) > len(held_out) >= 5
     assert not [text for text in held_out if " ".join(text.split()[:20]) in starts]
 
 

@@ -149,6 +149,9 @@ def raw(tmp_path_factory):
         texts[n] = list(texts[(n * 7 + 1) % 1200])  # an exact copy of another
         if n % 20:
             texts[n][len(texts[n]) // 2] = "changed"
+    notice = rng.choices(words, k=30)
+    for n in range(3, 1200, 40):
+        texts[n] = [*texts[n], *notice]
     lines = [json.dumps({"title": f"t{n}", "text": " ".join(each)}).encode() for n, each in enumerate(texts[:400])]
     lines[200:200] = [b'{"text": "cut', b"\xff\xfe{"]
     (folder / "lines.jsonl").write_bytes(b"\n".join(lines) + b"\n")
@@ -167,6 +170,7 @@ def whole(raw, tmp_path_factory):
     report = build_three(folder, raw, HERE)
     assert report["totals"]["dropped"].keys() == {"duplicate", "near_duplicate"}
     assert report["sources"]["lines"]["quarantined"] == 2
+    assert sum(source["records_cut"] for source in report["sources"].values()) == 29
     assert len(list((folder / "lines/train").iterdir())) > 1
     return tree(folder)
 
@@ -185,6 +189,8 @@ build_three(folder, raw, EngineConfig(workers=int(sys.argv[5])))
 MOMENTS = {
     "while it reads": (".build/*/*/unit-*/done.json", 4, 2),
     "while it looks for duplicates": (".build/*/steps", 1, 1),
+    "while it looks for passages": (".build/*/passages/anchors-*", 2, 1),
+    "while it cuts them": (".build/*/cut-*", 1, 1),
     "while it writes": (".build/*/out/*/train/part-*", 1, 1),
     "between two sources": ("*/manifest.json", 1, 1),
 }

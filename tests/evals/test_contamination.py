@@ -104,6 +104,32 @@ def test_planted_items_are_found_while_packing_and_none_of_the_others(planted, c
         assert (entry.get("weak", False), entry["found"]) == (number % 10 == 0, ["question"])
 
 
+def test_a_corpus_built_against_files_has_no_dirty_item_left_and_says_what_was_dropped(planted, tmp_path, capsys):
+    _, task, expected = planted
+    rows = [{"question": item.question, "answer": item.answer, "id": item.id} for item in task.items]
+    (tmp_path / "exam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::2]))
+    (tmp_path / "lines.txt").write_text("\n".join(" ".join(row["question"].split()) for row in rows[1::2]))
+    files = ",".join(str(tmp_path / name) for name in ("exam.jsonl", "lines.txt"))
+    raw = planted[0].root.parent / "web.jsonl"
+    command = ["corpus", "build", f"web={raw}:en", "--options.rules", "none", "--work", str(tmp_path / "work")]
+    assert main([*command, "--against", files]) == 0
+    report = json.loads((tmp_path / "work/corpus/benchmarks.json").read_text())
+    dropped = [
+        gid for found in report["tasks"].values() for item in found["dirty_items"].values() for gid in item["gids"]
+    ]
+    long = sum(int(name.partition("-")[2]) % 10 > 0 for name in expected)
+    built = json.loads((tmp_path / "work/corpus/report.json").read_text())["totals"]
+    assert len(set(dropped)) == report["records"] == built["dropped"]["benchmark"]
+    assert 0.8 * long <= report["records"] <= long  # code in one line of text is compared as words
+    assert main(["eval", "contamination", files, "--work", str(tmp_path / "work")]) == 0
+    found = json.loads((tmp_path / "work/contamination.json").read_text())["tasks"]
+    assert [each["dirty"] for each in found.values()] == [0, 0]
+    assert "was made for" not in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text('{"title": "x"}\n')
+    assert main([*command, "--against", str(tmp_path / "bad.jsonl")]) != 0
+    assert "Expected rows with question or prompt" in capsys.readouterr().err
+
+
 def test_several_processes_and_pieces_find_the_same(planted, monkeypatch):
     workspace, task, _ = planted
     alone = find_contamination(workspace, [task], HERE)["tasks"]
@@ -219,7 +245,7 @@ def test_what_counts_as_the_same_text():
 
 
 def test_a_run_does_not_go_on_from_one_document_into_the_next():
-    ((key, hashes),) = contamination.grams_of_items([Item("1", " ".join(WORDS), answer="x")]).hashes.items()
+    ((key, hashes),) = contamination.grams_of_items([[Item("1", " ".join(WORDS), answer="x")]]).hashes.items()
     matcher = contamination.Matcher(key, {key: hashes}, hashes)
     whole, first, second = " ".join(WORDS), " ".join(WORDS[:8]), " ".join(WORDS[8:])
     assert not list(matcher.find(units_of([first, second], "words")))

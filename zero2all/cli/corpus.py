@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero2all.cli.evaluate import named_tasks
 from zero2all.cli.terminal import print_table, wrapped
 from zero2all.cli.verb import group, verb, workspace_of
 from zero2all.common.errors import UsageError
@@ -48,6 +49,8 @@ group("""
         guessed
     --engine local|ray                 where tasks run (default local)
     --workers --address
+    --against NAME,…:names =()         drop documents that contain items of these benchmarks, or of files with questions
+    --data
     --keep-build                       keep corpus/.build, so that the next build reads only new files
 
     z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
@@ -72,10 +75,14 @@ def _build(arguments: argparse.Namespace) -> None:
     settings = load_settings(arguments.sources, arguments.overrides, mapping, flags, template, arguments.encoding)
     # Before a mistyped path makes a workspace of this folder.
     check_sources(settings.sources, settings.options, settings.engine)
+    against = None
+    if arguments.against:
+        from zero2all.evals.contamination import Decontamination
+
+        against = Decontamination(tuple(named_tasks(arguments.against, arguments.data)))
     corpus = workspace_of(arguments, create=True).corpus
-    report = build_corpus(
-        corpus, settings.sources, settings.options, settings.engine, keep_build=arguments.keep_build, announce=say
-    )
+    more = {"keep_build": arguments.keep_build, "announce": say, "against": against}
+    report = build_corpus(corpus, settings.sources, settings.options, settings.engine, **more)
     _print_report(report, arguments)
     tell(f"report: {corpus / 'report.html'}")
 

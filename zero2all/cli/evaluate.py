@@ -274,7 +274,7 @@ def _download(arguments: argparse.Namespace) -> None:
     eval contamination: search the training text for benchmark items, to report accuracy on clean and contaminated
     items
 
-    tasks NAME,…:names  names of benchmarks
+    tasks NAME,…:names  names of benchmarks, or files with questions (JSON lines, CSV, parquet, txt)
     --data --work
     --workers N:int>=1  processes (default: one per core)
 
@@ -352,11 +352,13 @@ def made_tasks(wanted: Sequence[str]) -> tuple[Task, ...]:
 
 
 def named_tasks(wanted: Sequence[str], data: Path) -> list[Task]:
-    """The tasks of these names."""
-    from zero2all.evals.tasks.list import read_tasks
+    """The tasks of these names; of a path, the items of that file or folder."""
+    from zero2all.evals.tasks.list import read_searched, read_tasks
 
-    from_files = files_of(wanted)
-    return [*(read_tasks(data, from_files) if from_files else ()), *made_tasks(wanted)]
+    paths = [name for name in wanted if ("/" in name or Path(name).is_file()) and Path(name).exists()]
+    from_files = files_of([name for name in wanted if name not in paths])
+    tasks = [*(read_tasks(data, from_files) if from_files else ()), *map(read_searched, map(Path, paths))]
+    return [*tasks, *made_tasks(wanted)]
 
 
 def look_for(workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig) -> None:

@@ -32,7 +32,15 @@ from zero2all.common.manifest import MANIFEST_NAME, FileCheck, checks_of_current
 from zero2all.common.progress import progress, say
 from zero2all.common.records import TEXT_ONLY, TITLE_AND_TEXT
 from zero2all.corpus.build_errors import nothing_kept
-from zero2all.corpus.duplicates import CLUSTERS_NAME, Duplicates, SourceSegments, read_duplicates, search_duplicates
+from zero2all.corpus.duplicates import (
+    BENCHMARKS_NAME,
+    CLUSTERS_NAME,
+    Against,
+    Duplicates,
+    SourceSegments,
+    read_duplicates,
+    search_duplicates,
+)
 from zero2all.corpus.finish import SourceFinish, finish_shard
 from zero2all.corpus.ingest import NAMED_FILES, ingest_unit
 from zero2all.corpus.listing import require_readable
@@ -58,8 +66,6 @@ COMPRESSED_SUFFIXES = frozenset({".parquet", ".gz", ".tgz", ".bz2", ".xz", ".zst
 DISK_MARGIN_BYTES = 64_000_000
 CHANNELS_NAME = "channels.json"
 """In the folder of an `auto` source that has been read: its channels."""
-NO_LINES = {"lines": False, "line_records": 100, "line_min_chars": 4, "line_max_frequent": 1_000_000}
-"""Settings of earlier versions that are gone; in the fingerprint, so that corpora made without them stay current."""
 PART_KEY = "part_of"
 """In the manifest of a part of an `auto` source: which source, read how, and all channels it became."""
 
@@ -71,10 +77,12 @@ def build_corpus(
     engine: EngineConfig | None = None,
     keep_build: bool = False,
     announce: Callable[[str], None] | None = None,
+    against: Against | None = None,
 ) -> dict[str, Any]:
     """Build what is missing or out of date, and return the report, which is also `corpus_folder/report.json`.
 
     `announce` is told, a line at a time, what was found in each source and guessed about it before the work begins.
+    Records that contain an item of `against` are dropped.
     """
     options = options or BuildOptions()
     engine = engine or EngineConfig()
@@ -90,7 +98,7 @@ def build_corpus(
             plan_source(source, listing, corpus_folder, options)
             for source, listing in zip(sources, listings, strict=True)
         ]
-        build = _Build(corpus_folder, plans, options, keep_build)
+        build = _Build(corpus_folder, plans, options, keep_build, against)
         for problem in build.find_damage(engine):
             (announce or say)(problem)
         try:
@@ -124,7 +132,7 @@ def check_sources(sources: Sequence[Source], options: BuildOptions, engine: Engi
 def _sweep(corpus_folder: Path, sources: Sequence[Source]) -> None:
     """Remove what a killed build left behind, also where nothing is going to be rebuilt."""
     names = [name for source in sources for name in source.possible_names]
-    for name in [*names, REPORT_NAME, REPORT_HTML_NAME, SOURCES_NAME, CLUSTERS_NAME]:
+    for name in [*names, REPORT_NAME, REPORT_HTML_NAME, SOURCES_NAME, CLUSTERS_NAME, BENCHMARKS_NAME]:
         sweep_partials(corpus_folder / name)
     for name in names:
         sweep_partials(corpus_folder / QUARANTINE_NAME / f"{name}.jsonl")
@@ -137,10 +145,17 @@ class _Build:
     all of them has been read once.
     """
 
-    def __init__(self, corpus_folder: Path, plans: list[SourcePlan], options: BuildOptions, keep_build: bool) -> None:
+    def __init__(
+        self,
+        corpus_folder: Path,
+        plans: list[SourcePlan],
+        options: BuildOptions,
+        keep_build: bool,
+        against: Against | None,
+    ) -> None:
         self.corpus_folder, self.plans, self.options, self.keep_build = corpus_folder, plans, options, keep_build
-        self.work = corpus_folder / BUILD_NAME
-        self.dedups = options.dedup.exact or options.dedup.near != "off"
+        self.work, self.against, dedup = corpus_folder / BUILD_NAME, against, options.dedup
+        self.dedups = bool(dedup.exact or dedup.near != "off" or dedup.passages.min_chars or against)
         self.parts: list[SourcePart] = []
         self.stale: list[SourcePart] = []
         self.finished: dict[str, list[FileCheck]] = {}
@@ -158,8 +173,11 @@ class _Build:
         self.numbers = source_numbers(self.corpus_folder, [part.name for part in unnumbered])
         self.parts = [replace(part, number=self.numbers[part.name]) for part in unnumbered]
         numbered = [[part.number, part.inputs] for part in self.parts]
-        self.dedup_inputs = fingerprint([numbered, {**asdict(options.dedup), **NO_LINES}, options.valid_share])
-        decisive = {
+        decisive: Any = [numbered, asdict(options.dedup), options.valid_share]
+        if self.against is not None:
+            decisive += [self.against.inputs, [part.plan.template for part in self.parts]]
+        self.dedup_inputs = fingerprint(decisive)
+        shards = {
             "rules": FORMAT_RULES,
             "dedup": self.dedup_inputs if self.dedups else None,
             "format": options.format,
@@ -167,7 +185,7 @@ class _Build:
             "valid_share": options.valid_share,
         }
         self.inputs = {
-            part.name: fingerprint([decisive, part.number, part.inputs, *_unusual(part.plan.template)])
+            part.name: fingerprint([shards, part.number, part.inputs, *_unusual(part.plan.template)])
             for part in self.parts
         }
         current = {
@@ -208,10 +226,15 @@ class _Build:
             segments = {part.name: segments_of(part, read[part.plan.name]) for part in needed}
             require_usable(self.corpus_folder, needed, segments, read, self.options)
             if self.dedups and duplicates is None:
-                sources = [SourceSegments(part.name, part.number, segments[part.name]) for part in self.parts]
+                sources = [
+                    SourceSegments(part.name, part.number, segments[part.name], part.channel, part.plan.template)
+                    for part in self.parts
+                ]
                 with progress("dedup", total=None, unit="tasks") as bar:
                     dedup, valid_share = self.options.dedup, self.options.valid_share
-                    duplicates = search_duplicates(folder, sources, dedup, valid_share, Shown(engine, bar))
+                    duplicates = search_duplicates(
+                        folder, sources, dedup, valid_share, Shown(engine, bar), self.against
+                    )
             self._finish(engine, segments, read, duplicates)
 
     def _find_channels(self, read: dict[str, list[Segment]]) -> None:
@@ -247,7 +270,7 @@ class _Build:
         duplicates: Duplicates | None,
     ) -> None:
         """Write the stale sources. From here on the corpus of the last build is no longer whole."""
-        for name in (REPORT_NAME, REPORT_HTML_NAME, CLUSTERS_NAME):
+        for name in (REPORT_NAME, REPORT_HTML_NAME, CLUSTERS_NAME, BENCHMARKS_NAME):
             (self.corpus_folder / name).unlink(missing_ok=True)
         keep_source_numbers(self.corpus_folder, self.numbers)
         finishes = [
@@ -301,13 +324,14 @@ class _Build:
         notes = []
         held_out = any(each["valid_records"] for each in by_source.values())
         if held_out and self.options.dedup.near == "off":
-            notes = ["near duplicates were not looked for: train may hold slightly changed copies of valid records"]
+            notes = ["near duplicates were not looked for: train may hold changed copies and parts of valid records"]
         report = make_report(by_source, asdict(self.options), fingerprint(self.inputs), notes)
         if not report["totals"]["records_kept"]:
             raise nothing_kept(self.corpus_folder, report)
-        clusters = self.work / self.dedup_inputs / CLUSTERS_NAME
-        if clusters.is_file():  # it stays there too: a build with another format finds this dedup done
-            link_or_copy(clusters, self.corpus_folder / CLUSTERS_NAME)
+        for name in (CLUSTERS_NAME, BENCHMARKS_NAME):
+            found = self.work / self.dedup_inputs / name
+            if found.is_file():  # it stays there too: a build with another format finds this dedup done
+                link_or_copy(found, self.corpus_folder / name)
         path = self.corpus_folder / REPORT_NAME
         if not path.is_file() or path.read_bytes() != jsonio.dumps_pretty(report):
             path.unlink(missing_ok=True)

@@ -1,8 +1,11 @@
 """The dedup step of a build: the search over all sources, and its outcome in terms of gids.
 
-.build/<inputs>/drop-00000.npy   which records of a segment are dropped, and why      (written by dedup/)
+.build/<inputs>/drop-00000.npy   which records of a segment are duplicates            (written by dedup/)
+                verdict-00000.npy  what becomes of each record of a segment: DROP_REASONS, TRAIN_ONLY, else 0
                 clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
                 gids.npy         document number -> gid
+                cut-00000/       a segment without repeated passages, where they are looked for (written by dedup/)
+                benchmarks.json  for which items records are dropped, with `--against`
                 clusters.jsonl   which record was kept for which; also `corpus/clusters.jsonl` at the end
                 found.json       last: the step is done
 """
@@ -11,27 +14,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import TaskEngine
 from zero2all.common.files import atomic_file, read_json, write_json
+from zero2all.common.records import TITLE_AND_TEXT
 from zero2all.corpus.dedup.cluster import CLUSTERS_NAME as PAIRS_NAME
-from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, drop_path, find_duplicates
+from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
-from zero2all.corpus.dedup.index import read_index
-from zero2all.corpus.record import ORDINAL_BITS, Split, choose_split
-from zero2all.corpus.segments import Segment, first_ordinals
+from zero2all.corpus.dedup.index import read_index, write_npy
+from zero2all.corpus.dedup.passages import cut_folder, cut_passages
+from zero2all.corpus.dedup.split import find_train_only
+from zero2all.corpus.record import ORDINAL_BITS
+from zero2all.corpus.segments import RECORDS_NAME, Segment, first_ordinals
 
 CLUSTERS_NAME = "clusters.jsonl"
 GIDS_NAME = "gids.npy"
 FOUND_NAME = "found.json"
-DROP_REASONS = {1: "duplicate", 2: "near_duplicate"}
-"""Why dedup drops a record, by the number in its list."""
+VERDICT_NAME = "verdict-{segment:05d}.npy"
+DROP_REASONS = {1: "duplicate", 2: "near_duplicate", 4: "benchmark", 5: "repeated_passages"}
+"""Why a record is dropped, by the number in its list."""
+TRAIN_ONLY, BENCHMARK, REPEATED = 3, 4, 5
+"""3: a record that stays, and is not held out."""
+BENCHMARKS_NAME = "benchmarks.json"
+"""For which items of a benchmark records were dropped; also `corpus/benchmarks.json` at the end."""
 ROWS_AT_ONCE = 1 << 16
 
 
@@ -42,6 +53,28 @@ class SourceSegments:
     name: str
     number: int
     segments: Sequence[Segment]
+    channel: str = "en"
+    template: str = TITLE_AND_TEXT
+    """How its records become training text."""
+
+
+class Against(Protocol):
+    """Benchmarks that the corpus must not contain. `evals/contamination.py` has it; this room knows no benchmark."""
+
+    @property
+    def inputs(self) -> str:
+        """Names the items and the rule."""
+
+    def find(
+        self,
+        units: Sequence[tuple[Path, str, str, int]],
+        stays: np.ndarray,
+        gids: np.ndarray,
+        folder: Path,
+        engine: TaskEngine,
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """The documents that contain an item, and for which; `units` are files of records with source, template and
+        number of the first document."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +89,12 @@ class Duplicates:
 
     def drop_path(self, source: str, segment: int) -> Path:
         """The list of a segment: a byte for each kept record, 0 where it stays."""
-        return drop_path(self.folder, self.first_segment[source] + segment)
+        return self.folder / VERDICT_NAME.format(segment=self.first_segment[source] + segment)
+
+    def records_folder(self, source: str, segment: int, folder: Path) -> Path:
+        """Where the records of a segment stand without repeated passages; its own folder where none were looked for."""
+        cut = cut_folder(self.folder, self.first_segment[source] + segment)
+        return cut if cut.is_dir() else folder
 
     def first_document(self, source: str, segment: int) -> int:
         """Number of the first record of a segment over all sources."""
@@ -85,29 +123,40 @@ def read_duplicates(folder: Path) -> Duplicates | None:
 
 
 def search_duplicates(
-    folder: Path, sources: Sequence[SourceSegments], config: DedupConfig, valid_share: float, engine: TaskEngine
+    folder: Path,
+    sources: Sequence[SourceSegments],
+    config: DedupConfig,
+    valid_share: float,
+    engine: TaskEngine,
+    against: Against | None = None,
 ) -> Duplicates:
     """Search the records of all sources; goes on where an interrupted search stopped."""
     owners = [source.name for source in sources for _ in source.segments]
-    splits = {}
-    if config.near == "held_out":
-        splits = {source.name: split_before_dedup(source.segments, valid_share) for source in sources}
-
-    def held_out(unit: int, rows: np.ndarray) -> np.ndarray:
-        return splits[owners[unit]].is_valid(rows["key"])
-
     units = [segment.folder for source in sources for segment in source.segments]
-    result = find_duplicates(units, folder, config, engine=engine, held_out=held_out)
-    _write_gids(folder / GIDS_NAME, sources, result.first_ids[-1])
+    channels = [source.channel for source in sources for _ in source.segments]
+    result = find_duplicates(units, folder, config, engine=engine, channels=channels)
+    first_ids = result.first_ids
+    verdict = np.concatenate([np.zeros(0, np.uint8), *map(result.drops, range(len(units)))])
+    _write_gids(folder / GIDS_NAME, sources, first_ids[-1])
     _write_clusters(folder)
+    if against is not None:
+        named = [(source.name, source.template) for source in sources for _ in source.segments]
+        records = [
+            (unit / RECORDS_NAME, *each, first) for unit, each, first in zip(units, named, first_ids, strict=False)
+        ]
+        gids = np.load(folder / GIDS_NAME, mmap_mode="r")
+        contaminated, report = against.find(records, verdict == 0, gids, folder, engine)
+        verdict[contaminated] = BENCHMARK
+        write_json(folder / BENCHMARKS_NAME, report)
+    if config.passages.min_chars is not None:
+        verdict[cut_passages(units, first_ids, verdict, config.passages, folder, engine)] = REPEATED
+    if config.near != "off" and valid_share:
+        verdict[find_train_only(units, verdict, int(valid_share * (1 << 64)))] = TRAIN_ONLY
+    for number, (first, end) in enumerate(pairwise(first_ids)):
+        write_npy(folder / VERDICT_NAME.format(segment=number), verdict[first:end])
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}
-    write_json(folder / FOUND_NAME, {"first_segment": first_segment, "first_documents": result.first_ids})
-    return Duplicates(folder, first_segment, result.first_ids)
-
-
-def split_before_dedup(segments: Sequence[Segment], valid_share: float) -> Split:
-    """How a source is split when all its records are taken into account, duplicates too."""
-    return choose_split(valid_share, (read_index(segment.folder)["key"] for segment in segments))
+    write_json(folder / FOUND_NAME, {"first_segment": first_segment, "first_documents": first_ids})
+    return Duplicates(folder, first_segment, first_ids)
 
 
 def _write_gids(path: Path, sources: Sequence[SourceSegments], documents: int) -> None:

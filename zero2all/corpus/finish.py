@@ -24,7 +24,7 @@ from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.channels import SCRIPTS
 from zero2all.corpus.dedup.index import read_index
-from zero2all.corpus.duplicates import DROP_REASONS, Duplicates, SourceSegments, split_before_dedup
+from zero2all.corpus.duplicates import DROP_REASONS, REPEATED, TRAIN_ONLY, Duplicates, SourceSegments
 from zero2all.corpus.record import ORDINAL_BITS, Split, choose_split, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
 from zero2all.corpus.segments import (
@@ -120,7 +120,7 @@ class _Rows:
     def __init__(self, row_range: SegmentRows) -> None:
         self.folder, drops, first_ordinal, start, end = row_range
         folder = self.folder
-        index = np.array(read_index(folder)[start:end])
+        index = read_index(folder)[start:end]
         layout = np.load(folder / LAYOUT_NAME)
         self.text_bytes = index["text_bytes"].astype(np.int64)
         self.keys = index["key"].astype(np.uint64)
@@ -130,7 +130,9 @@ class _Rows:
         before = int(layout["line_bytes"][:start].sum(dtype=np.int64))
         self.offsets = before + np.cumsum(self.line_bytes) - self.line_bytes
         self.drops = np.load(drops)[start:end] if drops is not None else np.zeros(len(index), np.uint8)
-        self.keep = self.drops == 0
+        self.keep = (self.drops == 0) | (self.drops == TRAIN_ONLY)
+        self.own_keys = self.keys
+        self.keys = np.where(self.drops == TRAIN_ONLY, np.iinfo(np.uint64).max, self.keys)
 
     def read(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[bytes]]]:
         """Some rows, in order, a batch at a time: which they are, and their lines."""
@@ -173,17 +175,23 @@ class SourceFinish:
         self.script_records = np.zeros(len(SCRIPTS), np.int64)
         self.script_bytes = np.zeros(len(SCRIPTS), np.int64)
         self._first_ordinals = first_ordinals(self.segments)
+        self.cut_records = self.train_only = 0
         self._split = self._count()
         self.tasks = self._plan()
         self.facts: dict[str, dict[str, Any]] = {}
 
     def _count(self) -> Split:
         """Count what stays and what goes; how the source is split follows from what stays."""
+        by_key = Split(int(self.options.valid_share * (1 << 64)))
         for number in range(len(self.segments)):
             rows = self._rows(number)
             for value, reason in DROP_REASONS.items():
                 dropped = rows.drops == value
                 self.tally.drop_kept(reason, int(dropped.sum()), int(rows.text_bytes[dropped].sum()))
+            cut = read_index(self.segments[number].folder)["text_bytes"] - rows.text_bytes
+            self.tally.drop_kept(DROP_REASONS[REPEATED], 0, int(cut.sum()))
+            self.cut_records += int((cut > 0).sum())
+            self.train_only += int(by_key.is_valid(rows.own_keys[rows.drops == TRAIN_ONLY]).sum())
             text_bytes = rows.text_bytes[rows.keep]
             scripts = rows.scripts[rows.keep]
             buckets = np.log2(np.maximum(text_bytes, 1)).astype(np.int64)
@@ -196,8 +204,6 @@ class SourceFinish:
                 f"source {self.source.name}: the index has {found[0]} records of {found[1]} bytes, the counts say "
                 f"{self.tally.records_kept} and {self.tally.bytes_kept}. This is a bug in the corpus stage."
             )
-        if self.options.dedup.near == "held_out":  # the search went by this split
-            return split_before_dedup(self.segments, self.options.valid_share)
         kept = (rows.keys[rows.keep] for rows in map(self._rows, range(len(self.segments))))
         return choose_split(self.options.valid_share, kept)
 
@@ -253,6 +259,8 @@ class SourceFinish:
             "shards": len(self.tasks),
             "train_records": sum(task.records for task in self.tasks) - held_out,
             "valid_records": held_out,
+            "kept_out_of_valid": self.train_only,
+            "records_cut": self.cut_records,
             **report,
             "length_histogram": {f"{1 << bucket}": int(count) for bucket, count in enumerate(self.lengths) if count},
             "scripts": {
@@ -273,8 +281,11 @@ class SourceFinish:
 
     def _all_rows(self, number: int) -> SegmentRows:
         """All rows of a segment."""
-        drops = self.duplicates.drop_path(self.source.name, number) if self.duplicates is not None else None
-        return SegmentRows(self.segments[number].folder, drops, self._first_ordinals[number])
+        name, folder = self.source.name, self.segments[number].folder
+        if self.duplicates is None:
+            return SegmentRows(folder, None, self._first_ordinals[number])
+        drops, folder = self.duplicates.drop_path(name, number), self.duplicates.records_folder(name, number, folder)
+        return SegmentRows(folder, drops, self._first_ordinals[number])
 
     def _write_samples(self) -> dict[str, list[str]]:
         """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""

@@ -34,6 +34,8 @@ LENGTH_BUCKETS = 32
 OTHER_REASONS = {
     "duplicate": "The same text as another record, white space aside.",
     "near_duplicate": "Nearly the same text as another record.",
+    "benchmark": "Contains an item of a benchmark named with --against.",
+    "repeated_passages": "Of its text, too little had not occurred before. The bytes are also those cut out of others.",
 }
 """Why records are dropped by others than the rules of cleaning."""
 STRIKING_SHARE, STRIKING_COUNT = 0.005, 20
@@ -86,11 +88,11 @@ class Tally:
         return report
 
     def drop_kept(self, reason: str, records: int, text_bytes: int) -> None:
-        """Records counted as kept turned out to be duplicates."""
-        if records:
+        """Records or parts of them that were counted as kept are dropped."""
+        if records or text_bytes:
             self.records_kept -= records
             self.bytes_kept -= text_bytes
-            self.dropped[reason] += records
+            self.dropped.update({reason: records} if records else {})
             self.bytes_dropped[reason] += text_bytes
 
 
@@ -187,6 +189,11 @@ def summary_notes(report: Mapping[str, Any], work: Path | None = None, brief: bo
             notes += [note, f"{name}: {rule} dropped, for example: {excerpts}"] if excerpts else [note]
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
+        if source["records_cut"]:
+            notes.append(f"{name}: repeated passages were cut out of {source['records_cut']:,} records")
+        if source["kept_out_of_valid"]:
+            kept_out = source["kept_out_of_valid"]
+            notes.append(f"{name}: {kept_out:,} records were not held out, because they share text with train")
         notes += [f"{name}: {t(words)}" for words in facts_in_words(source).values()]
         if source["quarantined"] and not brief:
             reasons = counts_in_words(source["quarantined_by_reason"])

@@ -147,7 +147,7 @@ class _ChannelWriter:
         self._origins = stack.enter_context((folder / ORIGINS_NAME).open("wb"))
         self._origin: Any = None
         """That of the last item."""
-        self._index = stack.enter_context(IndexWriter(folder, near=dedup.near != "off"))
+        self._index = stack.enter_context(IndexWriter(folder, near=dedup.signs))
 
     def add(self, item: RawRow | Damaged, document: Document) -> None:
         """Take a document into the batch."""

@@ -95,9 +95,7 @@ class BuildOptions:
 
     def signing(self, channel: str) -> dict[str, Any]:
         """The part of the dedup settings that decides what ingest writes."""
-        dedup = self.dedup
-        shingle = asdict(dedup.shingle(channel)) if dedup.near != "off" else None
-        return {"shingle": shingle, "line_min_chars": None}  # as in earlier versions, whose corpora stay current
+        return {"near": self.dedup.near, "shingle": asdict(self.dedup.shingle(channel))}
 
     def clean_config(self, channel: str) -> CleanConfig:
         """The rules for one channel."""

@@ -1,10 +1,11 @@
 """Was an item of a benchmark in the training text? Its n-grams (`ngrams.py`) against every training document.
 
+    z2a corpus build … --against cmmlu,questions.jsonl         drops the documents that make an item dirty
     z2a pack --against cmmlu,arc_easy --data eval-data         with the packing of the corpus
     z2a eval contamination cmmlu --data eval-data              later, for other benchmarks
 
 Compared is what identifies an item: its question, its passage, and options that are long enough. Each is *found* if at
-least a fifth of its n-grams are in the text; n-grams that stand in several questions or passages identify none of them.
+least a fifth of its n-grams are in the text; n-grams that stand in several texts of a benchmark identify none of them.
 A question shorter than an n-gram (女的是什么意思？) says little: it counts if its options, or its answer, follow it.
 Without them it is a *weak* hit, listed apart and in no share.
 `contamination.json` lists the dirty items, each with a document (its gid) it was found in; evaluations then show
@@ -13,9 +14,11 @@ accuracy over all, clean and dirty items.
 Memory: 8 bytes a gram, 12 for what was found of it, and a filter of at most 64 MB, in every worker process.
 """
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero2all.common.engine import EngineConfig, open_engine
+from zero2all.common.engine import EngineConfig, OnBytes, TaskEngine, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
 from zero2all.common.language import translate as t
@@ -48,7 +51,7 @@ from zero2all.packed.pieces import PIECE_BYTES, UnencodedDocument, cut_part, doc
 from zero2all.packed.shard_format import NO_GID
 
 REPORT_NAME = "contamination.json"
-RULES = 2
+RULES = 3
 """Raised when other items count as found: a report of earlier rules is not used."""
 GRAMS_FOLDER, ANCHORS_FOLDER, FOLLOWING_NAME = "grams", "anchors", "following.json"
 ROOM_UNITS = 24
@@ -57,6 +60,8 @@ FILTER_BITS = range(16, 27)
 """The filter has 2^n entries: at least 16 for every gram, where memory allows."""
 SMALL_BYTES = 8_000_000
 """Below this much text one process is faster than starting several."""
+SHOWN_RECORDS = 20
+"""Of those dropped for an item, the report lists so many."""
 PRELOADED = ("zero2all.evals.contamination",)
 
 
@@ -112,14 +117,14 @@ class ItemGrams:
         return sum(len(found) for key, found in self.hashes.items() if key.length != WHOLE)
 
 
-def grams_of_items(items: Sequence[Item]) -> ItemGrams:
+def grams_of_items(benchmarks: Sequence[Sequence[Item]]) -> ItemGrams:
     """Hash all items. One without any letter or digit has no grams and is never found."""
-    parts: list[list[CorpusPart]] = []
+    parts: list[tuple[int, list[CorpusPart]]] = []
     anchors: dict[GramKey, list[np.ndarray]] = {}
-    texts: dict[GramKey, dict[int, np.ndarray]] = {}  # each different text once, by its hash
+    texts: dict[GramKey, list[dict[int, np.ndarray]]] = {}  # by benchmark, each different text once, by its hash
     following: dict[GramKey, dict[int, list[Following]]] = {}
     wholes: Counter[Kind] = Counter()
-    for item in items:
+    for benchmark, item in ((number, item) for number, items in enumerate(benchmarks) for item in items):
         question, options, rest = item.question, item.choices or (item.answer,), "options" if item.choices else "answer"
         if not question.strip():  # a pair of sentences
             question, options = options[0], options[1:]
@@ -133,7 +138,7 @@ def grams_of_items(items: Sequence[Item]) -> ItemGrams:
                 continue
             found = np.unique(run_hashes(units, key.length))
             mine.append(CorpusPart(name, key, found, is_short))
-            texts.setdefault(key, {})[_hash(units)] = found
+            texts.setdefault(key, [{} for _ in benchmarks])[benchmark][_hash(units)] = found
             anchor = anchor_of(key)
             anchors.setdefault(anchor, []).append(found if anchor == key else run_hashes(units, anchor.length)[:1])
             if is_short and (runs := _runs_after(units, options, kind)):
@@ -141,13 +146,15 @@ def grams_of_items(items: Sequence[Item]) -> ItemGrams:
                 following.setdefault(key, {}).setdefault(_hash(units), []).append(whole)
                 mine.append(CorpusPart(name, GramKey(kind, WHOLE), np.array([whole.item])))
                 wholes[kind] += 1
-        parts.append(mine)
+        parts.append((benchmark, mine))
     hashes = {GramKey(kind, WHOLE): np.arange(count) for kind, count in wholes.items()}
-    common = {}
-    for key, of_texts in sorted(texts.items()):
-        hashes[key], counts = np.unique(np.concatenate(list(of_texts.values())), return_counts=True)
-        common[key] = counts > 1
-    of_item = [[_placed(part, hashes, common) for part in mine] for mine in parts]
+    common: list[dict[GramKey, np.ndarray]] = [{} for _ in benchmarks]
+    for key, of_benchmarks in sorted(texts.items()):
+        hashes[key] = np.unique(np.concatenate([found for of_texts in of_benchmarks for found in of_texts.values()]))
+        for number, of_texts in enumerate(of_benchmarks):
+            grams, counts = np.unique(np.concatenate([hashes[key][:0], *of_texts.values()]), return_counts=True)
+            common[number][key] = np.isin(hashes[key], grams[counts > 1])
+    of_item = [[_placed(part, hashes, common[benchmark]) for part in mine] for benchmark, mine in parts]
     return ItemGrams(
         hashes, {key: np.unique(np.concatenate(found)) for key, found in anchors.items()}, of_item, following
     )
@@ -193,17 +200,12 @@ class ScanTask:
     """How its records become training text."""
     grams: Path
     """Where the hashes lie."""
+    first: int | None = None
+    """Documents without gids are numbered from here on."""
 
 
-class GramMatches(NamedTuple):
-    """What a piece of the corpus holds of the grams of one key."""
-
-    grams: np.ndarray
-    """Positions of the grams that were found, rising."""
-    documents: np.ndarray
-    """In how many documents each was."""
-    first: np.ndarray
-    """The least gid of those documents."""
+Pairs = dict[GramKey, np.ndarray]
+"""(2, n) uint64 for each key: the places of grams, rising, and the documents they are in."""
 
 
 class Matcher:
@@ -258,11 +260,14 @@ _kept_matchers: dict[Path, tuple[list[Matcher], dict[GramKey, dict[int, list[Fol
 """Of this process: making the filters takes longer than a small piece."""
 
 
-def scan_piece(task: ScanTask) -> dict[GramKey, GramMatches]:
+def scan_piece(task: ScanTask) -> Pairs:
     """Look for all grams in some documents."""
     matchers, following = _matchers(task.grams)
     hits: dict[GramKey, list[tuple[np.ndarray, np.ndarray]]] = {}
+    numbers = itertools.count(task.first or 0)
     for batch in document_batches(task.part, task.start, task.end, task.source, task.template):
+        if task.first is not None:
+            batch = [document._replace(gid=next(numbers)) for document in batch]
         for all_texts, all_gids in _groups(batch):
             for kind in sorted({matcher.anchor.kind for matcher in matchers}):
                 texts, gids = all_texts, all_gids
@@ -278,7 +283,7 @@ def scan_piece(task: ScanTask) -> dict[GramKey, GramMatches]:
                             wholes, begins = _followed(units, key, hashes, begins, following[key])
                             whole_key = GramKey(kind, WHOLE)
                             hits.setdefault(whole_key, []).append((wholes, gids[_text_of(units, begins)]))
-    return {key: _counted(found) for key, found in hits.items() if any(len(grams) for grams, _ in found)}
+    return {key: _pairs(found) for key, found in hits.items() if any(len(grams) for grams, _ in found)}
 
 
 def _groups(batch: Sequence[UnencodedDocument]) -> Iterator[tuple[list[str], np.ndarray]]:
@@ -298,12 +303,12 @@ def _groups(batch: Sequence[UnencodedDocument]) -> Iterator[tuple[list[str], np.
         yield texts, np.array(gids, np.uint64)
 
 
-def _counted(found: list[tuple[np.ndarray, np.ndarray]]) -> GramMatches:
+def _pairs(found: Sequence[tuple[np.ndarray, np.ndarray] | np.ndarray]) -> np.ndarray:
+    """All pairs, sorted, each once."""
     pairs = np.stack([np.concatenate([part[side].astype(np.uint64) for part in found]) for side in (0, 1)])
     pairs = pairs[:, np.lexsort(pairs[::-1])]
     is_new = np.concatenate([[True], (np.diff(pairs.astype(np.int64), axis=1) != 0).any(axis=0)])
-    grams, starts, counts = np.unique(pairs[0, is_new], return_index=True, return_counts=True)
-    return GramMatches(grams.astype(np.int64), counts, pairs[1, is_new][starts])
+    return pairs[:, is_new]
 
 
 def _matchers(folder: Path) -> tuple[list[Matcher], dict[GramKey, dict[int, list[Following]]]]:
@@ -348,26 +353,26 @@ def find_contamination(
             "The tasks have no items to search for in the corpus. Name at least one task that has items."
         )
     sources = corpus_sources(workspace.corpus)
-    grams = grams_of_items(items)
+    grams = grams_of_items([task.items for task in tasks])
     started = time.monotonic()
-    with TemporaryDirectory(prefix=".grams-", dir=workspace.root) as folder:
-        _save_grams(Path(folder) / GRAMS_FOLDER, grams.hashes)
-        _save_grams(Path(folder) / ANCHORS_FOLDER, grams.anchors)
-        rows = [
-            [*key, short, *whole]
-            for key, of_key in grams.following.items()
-            for short, wholes in of_key.items()
-            for whole in wholes
-        ]
-        write_json(Path(folder) / FOLLOWING_NAME, rows)
+    with _saved(grams, workspace.root) as folder:
         parts = {
             workspace.corpus / name / part: (name, text_template(manifest), int(file["bytes"]))
             for name, manifest in sources.items()
             for part, file in sorted(manifest["files"].items())
             if part.startswith("train/")
         }
-        found, total = _scan(parts, Path(folder), grams, engine or EngineConfig())
-        _kept_matchers.clear()
+        scans = [
+            ScanTask(part, start, end, source, template, folder)
+            for part, (source, template, size) in parts.items()
+            for start, end in cut_part(part, size, PIECE_BYTES)
+        ]
+        total = sum(size for *_, size in parts.values())
+        config = engine or EngineConfig()
+        if config.kind == "local" and config.workers is None and total < SMALL_BYTES:
+            config = EngineConfig("local", 1)
+        with progress("contamination", total=total, unit="B") as bar, open_engine(config, PRELOADED) as opened:
+            found = _counted(grams, _scan(scans, opened, bar.advance))
     report: dict[str, Any] = {
         "rules": RULES,
         "corpus": _corpus_fingerprint(sources),
@@ -383,29 +388,92 @@ def find_contamination(
     return report
 
 
-def _scan(
-    parts: Mapping[Path, tuple[str, str, int]], folder: Path, grams: ItemGrams, engine: EngineConfig
-) -> tuple[dict[GramKey, tuple[np.ndarray, np.ndarray]], int]:
-    """Count every gram: the documents that contain it, and the lowest gid of them; and the bytes that were read."""
-    found = {
-        key: (np.zeros(len(hashes), np.uint32), np.full(len(hashes), NO_GID, np.uint64))
-        for key, hashes in grams.hashes.items()
-    }
-    tasks = [
-        ScanTask(part, start, end, source, template, folder)
-        for part, (source, template, size) in parts.items()
-        for start, end in cut_part(part, size, PIECE_BYTES)
-    ]
-    total = sum(size for *_, size in parts.values())
-    if engine.kind == "local" and engine.workers is None and total < SMALL_BYTES:
-        engine = EngineConfig("local", 1)
-    with progress("contamination", total=total, unit="B") as bar, open_engine(engine, PRELOADED) as opened:
-        for _, piece in opened.run(scan_piece, tasks, bar.advance):
-            for key, hits in piece.items():
-                documents, first = found[key]
-                documents[hits.grams] += hits.documents.astype(np.uint32)
-                first[hits.grams] = np.minimum(first[hits.grams], hits.first)
-    return found, total
+@contextmanager
+def _saved(grams: ItemGrams, root: Path) -> Iterator[Path]:
+    """A folder below `root` with the grams, for the workers."""
+    with TemporaryDirectory(prefix=".grams-", dir=root) as name:
+        folder = Path(name)
+        _save_grams(folder / GRAMS_FOLDER, grams.hashes)
+        _save_grams(folder / ANCHORS_FOLDER, grams.anchors)
+        rows = [
+            [*key, short, *whole]
+            for key, of_key in grams.following.items()
+            for short, wholes in of_key.items()
+            for whole in wholes
+        ]
+        write_json(folder / FOLLOWING_NAME, rows)
+        yield folder
+        _kept_matchers.clear()
+
+
+def _scan(scans: Sequence[ScanTask], engine: TaskEngine, on_bytes: OnBytes = None) -> Pairs:
+    """Every gram that is in the texts, with the documents that contain it."""
+    pairs: dict[GramKey, list[np.ndarray]] = {}
+    for _, piece in engine.run(scan_piece, scans, on_bytes):
+        for key, found in piece.items():
+            pairs.setdefault(key, []).append(found)
+    return {key: _pairs(found) for key, found in pairs.items()}
+
+
+def _counted(grams: ItemGrams, pairs: Pairs) -> dict[GramKey, tuple[np.ndarray, np.ndarray]]:
+    """For every gram the number of documents that contain it, and the lowest gid of them."""
+    found = {}
+    for key, hashes in grams.hashes.items():
+        places, gids = pairs.get(key, np.zeros((2, 0), np.uint64))
+        first = np.full(len(hashes), NO_GID, np.uint64)
+        np.minimum.at(first, places.astype(np.int64), gids)
+        found[key] = np.bincount(places.astype(np.int64), minlength=len(hashes)), first
+    return found
+
+
+@dataclass(frozen=True)
+class Decontamination:
+    """Benchmarks whose items a corpus shall not contain (`Against` of `corpus/duplicates.py`).
+
+    Dropped is every document with an n-gram of a text by which an item is dirty. So none of it is left, and a later
+    search for the same items finds no dirty one.
+    """
+
+    tasks: tuple[Task, ...]
+
+    @property
+    def inputs(self) -> str:
+        """Names the items and the rule."""
+        return fingerprint([RULES, [[task.name, task_fingerprint(task)] for task in self.tasks]])
+
+    def find(
+        self,
+        units: Sequence[tuple[Path, str, str, int]],
+        stays: np.ndarray,
+        gids: np.ndarray,
+        folder: Path,
+        engine: TaskEngine,
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """The documents that contain an item, and for which; `units` are files of records with source, template and
+        number of the first document."""
+        grams = grams_of_items([task.items for task in self.tasks])
+        with _saved(grams, folder) as saved:
+            scans = [
+                ScanTask(path, 0, path.stat().st_size, source, template, saved, first)
+                for path, source, template, first in units
+            ]
+            pairs = {key: found[:, stays[found[1]]] for key, found in _scan(scans, engine).items()}
+        found = _counted(grams, pairs)
+        report: dict[str, Any] = {task.name: {"items": len(task.items), "dirty_items": {}} for task in self.tasks}
+        dropped = [np.zeros(0, np.int64)]
+        items = ((task, item) for task in self.tasks for item in task.items)
+        for (task, item), parts in zip(items, grams.of_item, strict=True):
+            strong = [part for part in parts if not part.is_weak and _hit(part, found)[0] >= LEAST_SHARE]
+            documents = [pairs[part.key][1, np.isin(pairs[part.key][0], part.places)] for part in strong]
+            if documents:
+                dropped.append(np.unique(np.concatenate(documents)).astype(np.int64))
+                report[task.name]["dirty_items"][item.id] = {
+                    "found": sorted({part.name for part in strong}),
+                    "records": len(dropped[-1]),
+                    "gids": gids[dropped[-1][:SHOWN_RECORDS]].tolist(),
+                }
+        contaminated = np.unique(np.concatenate(dropped))
+        return contaminated, {"rules": RULES, "records": len(contaminated), "tasks": report}
 
 
 def _of_tasks(

@@ -26,7 +26,7 @@ def mixed_texts(seed: int, count: int) -> list[str]:
 @pytest.mark.parametrize("channel", ["zh", "en", "code", "other"])
 def test_a_batch_gives_what_its_texts_give_alone_and_in_groups(channel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = mixed_texts(1, 60)
-    config = dataclasses.replace(default_config(channel), mask=Mask(True, True, True, True))
+    config = dataclasses.replace(default_config(channel), mask=ALL)
     together = Cleaner(config, channel, measure_kept=True).clean(texts)
     alone = Cleaner(config, channel, measure_kept=True)
     assert together == [alone.clean([text])[0] for text in texts]
@@ -76,7 +76,7 @@ def test_first_failing_rule_in_the_documented_order_is_the_reason() -> None:
     assert Cleaner(config, "en").clean([text])[0].reason in ("blobs", "digits")
 
 
-ALL = Mask(emails=True, phones=True, id_numbers=True, keys=True)
+ALL = Mask(**{field.name: True for field in dataclasses.fields(Mask)})
 # Made up for this test: random letters and digits in the shapes of the services' keys.
 SECRETS = {
     "emails": ["zhang.san+news@mail.example.com.cn", "a@b.co", "X_Y%1@sub-domain.example.org"],
@@ -84,6 +84,9 @@ SECRETS = {
         "13800138000", "138-0013-8000", "138 0013 8000", "+86 13800138000", "010-62345678", "(0755) 26345678",
         "+44 20 7946 0958", "(415) 555-0132", "415-555-0132", "400-812-3456",
     ],
+    "bank_cards": ["4111 1111 1111 1111", "6222 0212 3456 7890 128", "378282246310005", "5555-5555-5555-4444"],
+    "ip_addresses": ["93.184.216.34", "113.96.232.215", "2400:da00::6666", "2606:4700:10:0:0:0:6816:1a2b"],
+    "addresses": ["浙江省杭州市西湖区文三路478号3幢2单元501室", "朝阳区建国路89号", "学院路37号6号楼302室"],
     "id_numbers": ["11010519491231002X", "11010519491231002x", "440524188001010014"],
     "keys": [
         "AKIA" + "Q3EXAMPLE7ABCDEF", "ASIA" + "QXEXAMPLEYABCDEF", "LTAI" + "AbCdEfGhIjKlMnOpQrSt",
@@ -102,6 +105,9 @@ INNOCENT = [
     "test_utf8_encoding_of_long_names_1 = password_from_environment_variable_2",
     "3.14159265358979323846, 0.13800138000, sha1 da39a3ee5e6b4b0d3255bfef95601890afd80709",
     "A PEM file opens with -----BEGIN RSA PRIVATE KEY----- and then there are lines of base64.",
+    "v93.184.216.34, Version: 45.67.89.10, 2.31.1.4, 192.168.100.200, 127.0.0.1, 999.1.1.1, std::vector<int>::size",
+    "4111 1111 1111 1112, 1234567812345670, 订单 4000123412341235",
+    "第3号文件，2号线，沿着这条路走一号门，今天是5号，十号楼",
     "第 10086 号，编号 20240101-0001，价格 1,234,567.89 元",
 ]
 

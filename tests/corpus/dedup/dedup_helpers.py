@@ -43,7 +43,8 @@ def digest_bytes(rows: np.ndarray) -> np.ndarray:
 
 
 def described(digests: np.ndarray, lengths: np.ndarray, signatures: np.ndarray) -> Described:
-    return Described(digests, lengths, signatures, np.ascontiguousarray(digests).view(">u8")[:, 0])
+    keys = np.ascontiguousarray(digests).view(">u8")[:, 0]
+    return Described(digests, lengths, signatures, keys, np.zeros(0, np.uint32), np.zeros(len(lengths), np.int64))
 
 
 def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", **settings: Any) -> list[Path]:
@@ -52,7 +53,7 @@ def make_units(root: Path, units: Sequence[Sequence[str]], channel: str = "zh", 
         folders.append(root / f"unit-{number:03d}")
         folders[-1].mkdir(parents=True)
         config = DedupConfig(**settings)
-        with IndexWriter(folders[-1], near=config.near != "off") as writer:
+        with IndexWriter(folders[-1], near=config.signs) as writer:
             writer.add(describe(texts, channel, config), np.arange(len(texts)))
     return folders
 

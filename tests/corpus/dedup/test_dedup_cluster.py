@@ -83,22 +83,6 @@ def test_large_families_leave_one_each(tmp_path: Path) -> None:
         assert len({document % 3 for document, *_ in members}) == 1
 
 
-@pytest.mark.parametrize("size", [1, 60])
-def test_held_out_guard_drops_only_train_copies_of_held_out_records(size: int, tmp_path: Path) -> None:
-    rng = random.Random(7)
-    one, two = zh_text(rng, 300), zh_text(rng, 300)
-    texts = [one, two, *(changed(one, 0.02, rng) for _ in range(size)), *(changed(two, 0.02, rng) for _ in range(size))]
-    folders = make_units(tmp_path / "units", [texts], near="held_out")
-    held = helpers.text_digest(one)
-
-    def held_out(unit: int, rows: np.ndarray) -> np.ndarray:
-        return np.array([row.tobytes() == held for row in helpers.digest_bytes(rows)], np.bool_)
-
-    result = find_duplicates(folders, tmp_path / "work", DedupConfig(near="held_out"), held_out=held_out)
-    assert result.drops(0).tolist() == [0, 0, *[NEAR_DUPLICATE] * size, *[0] * size]
-    assert list(clusters(result)) == [0]
-
-
 def test_outcome_does_not_depend_on_parts_workers_or_order(tmp_path: Path) -> None:
     folders = helpers.random_units(tmp_path / "units", 4000, units=3, copies=0.5)
     reference = outcome(find_duplicates(folders, tmp_path / "reference", DedupConfig()))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.planted import cut_documents, measure, plant, stdlib_sources
 from benchmarks.shingles import jaccard, shingle_set, units_of
 from tests.corpus.dedup.dedup_helpers import changed, en_text, zh_text
-from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
+from zero2all.corpus.dedup.config import ANCHORS, DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.signatures import describe
 
 CHANNELS = ("zh", "en", "code")
@@ -80,7 +80,8 @@ def test_case_white_space_and_signs_do_not_matter_for_words() -> None:
 
 
 def test_texts_shorter_than_a_shingle_have_one_shingle_and_empty_ones_none() -> None:
-    rows = signatures(["", " \n", "天地", "天 地", "天地玄", "地天"], "zh")
+    config = DedupConfig(character_ngram=5)
+    rows = signatures(["", " \n", "天地", "天 地", "天地玄", "地天"], "zh", config)
     assert not rows[0].any()
     assert not rows[1].any()
     assert (rows[2] == rows[3]).all()
@@ -91,7 +92,8 @@ def test_texts_shorter_than_a_shingle_have_one_shingle_and_empty_ones_none() -> 
 
 def test_texts_of_one_shingle_are_told_apart() -> None:
     rng = random.Random(3)
-    rows = signatures(sorted({zh_text(rng, 4).replace("。", "") for _ in range(300)}), "zh")
+    texts = sorted({zh_text(rng, 4).replace("。", "") for _ in range(300)})
+    rows = signatures(texts, "zh", DedupConfig(character_ngram=5))
     assert max(np.count_nonzero(rows[at] == row) for at in range(len(rows)) for row in rows[:at]) < 40
 
 
@@ -132,3 +134,24 @@ def test_planted_copies_are_found_and_nothing_else(channel: str, tmp_path: Path)
     assert quality.similar_copies >= 25
     assert quality.recall >= 0.95, quality
     assert quality.false_positive_share <= 0.005, quality
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_texts_with_a_common_run_have_a_common_anchor_and_others_have_none(channel: str) -> None:
+    rng = random.Random(8)
+    gram, window = ANCHORS[DedupConfig().shingle(channel).unit]
+    for _ in range(200):
+        run, *others = (text_of(channel, rng, gram + window - 1) for _ in range(5))
+        texts = [" ".join((one, run, two)) for one, two in (others[:2], others[2:])]
+        one, two, three = (set(anchors_of(text, channel)) for text in (*texts, " ".join(others[2:])))
+        assert one & two
+        assert not one & three
+
+
+def text_of(channel: str, rng: random.Random, units: int) -> str:
+    text = zh_text(rng, units).replace("。", "天") if channel == "zh" else en_text(rng, units)
+    return text[:units] if channel == "zh" else text
+
+
+def anchors_of(text: str, channel: str) -> list[int]:
+    return describe([text], channel, DedupConfig()).anchors.tolist()

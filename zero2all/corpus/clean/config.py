@@ -67,6 +67,12 @@ class Mask:
     """Chinese mobile and landline numbers, and numbers in international or North American notation, become <tel>."""
     id_numbers: bool = False
     """Chinese resident identity numbers whose date and check digit are right become <id>."""
+    ip_addresses: bool = False
+    """Public IPv4 and IPv6 addresses become <ip>; not versions such as 1.2.3.4, private ranges, examples (RFC 5737)."""
+    bank_cards: bool = False
+    """Numbers of payment cards with a known beginning and a right check digit become <card>."""
+    addresses: bool = False
+    """Chinese street addresses with a house number, and a place or a flat, become <addr>."""
     keys: bool = False
     """Private keys in PEM form, and keys of known services, tokens and passwords in assignments, become <key>."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from ipaddress import ip_address
 from typing import NamedTuple
 
 import numpy as np
@@ -16,10 +17,22 @@ import numpy as np
 from zero2all.corpus.clean.config import Mask
 from zero2all.corpus.clean.tables import character_table
 
-MARKS = {"keys": "<key>", "id_numbers": "<id>", "emails": "<mail>", "phones": "<tel>"}
+MARKS = {
+    "keys": "<key>",
+    "id_numbers": "<id>",
+    "bank_cards": "<card>",
+    "ip_addresses": "<ip>",
+    "emails": "<mail>",
+    "phones": "<tel>",
+    "addresses": "<addr>",
+}
 PHONE_DIGITS = 10
 """Fewest digits of a phone number that is masked."""
 ID_DIGITS = 17
+CARD_DIGITS = 13
+IP_DIGITS = 6
+LARGE_NUMBER = 20
+"""An address has at least two numbers of this size; versions with four numbers rarely do."""
 TOKEN_CHARS = 16
 """Fewest characters of a key."""
 
@@ -36,6 +49,32 @@ _PHONE = re.compile(
     r"|\+[1-9][0-9]{0,2}(?:[ .-]?(?:\([0-9]{1,4}\)|[0-9]{1,4})){2,5}"  # international
     r"|(?:\([2-9][0-9]{2}\) ?|[2-9][0-9]{2}[.-])[0-9]{3}[.-][0-9]{4}"  # North America, 400 numbers
     r")(?![0-9A-Za-z_]|[.-][0-9])"
+)
+_CARD = re.compile(
+    r"(?<![0-9A-Za-z_.+-])(?:"
+    r"(?:4[0-9]{3}|5[1-5][0-9]{2}|2[2-7][0-9]{2}|60[0-9]{2}|64[4-9][0-9]|65[0-9]{2}|35[0-9]{2})(?:[ -]?[0-9]{4}){3}"
+    r"|62[0-9]{2}(?:[ -]?[0-9]{4}){3}(?:[ -]?[0-9]{1,3})?"  # UnionPay
+    r"|3[47][0-9]{2}[ -]?[0-9]{6}[ -]?[0-9]{5}"  # American Express
+    r"|3[068][0-9]{2}[ -]?[0-9]{6}[ -]?[0-9]{4}"  # Diners
+    r")(?![0-9A-Za-z_]|[.-][0-9])"
+)
+_IPV4 = re.compile(r"(?<![0-9A-Za-z_.+/-])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![0-9A-Za-z_]|[.-][0-9A-Za-z])")
+_IPV6 = re.compile(r"(?<![0-9A-Za-z_.:])[23][0-9A-Fa-f]{3}:(?:[0-9A-Fa-f]{0,4}:){1,6}[0-9A-Fa-f]{0,4}(?![0-9A-Za-z_:])")
+_VERSION = re.compile(r"(?:version|release|ver\.?|v\.?|版本号?|版)\W{0,3}$", re.IGNORECASE)
+_HAN, _NUMBER = "[\u4e00-\u9fff]", "[0-9０-９A-Za-z一二三四五六七八九十甲乙丙丁]{1,5}"
+_ADDRESS = re.compile(
+    rf"(?P<place>(?:{_HAN}{{2,9}}?(?:省|自治区))?(?:{_HAN}{{2,9}}?(?:市|自治州|地区))?(?:{_HAN}{{1,9}}?[区县旗市])?"
+    rf"(?:{_HAN}{{1,7}}?(?:街道|镇|乡))?)[\u4e00-\u9fff0-9]{{1,9}}?(?:大道|胡同|[路街巷弄里村道])(?:[东南西北中]段)?"
+    rf"(?:[0-9]{{1,4}}弄)?(?:[0-9０-９]{{1,5}}(?:[-之][0-9]{{1,4}})?|[一二三四五六七八九十百]{{1,5}})号院?"
+    rf"(?P<flat>(?:{_HAN}{{1,7}}?(?:小区|花园|大厦|公寓|广场|[苑园城]))?(?:{_NUMBER}(?:号楼|[栋幢座楼]))?(?:{_NUMBER}单元)?"
+    rf"(?:{_NUMBER}层)?(?:[0-9]{{2,5}}[室号房]?)?)"
+)
+_PROVINCE = re.compile(
+    "(?:北京|上海|天津|重庆)市?|(?:河北|山西|辽宁|吉林|黑龙江|江苏|浙江|安徽|福建|江西|山东|河南|湖北|湖南|广东|海南|四川|贵州|"
+    "云南|陕西|甘肃|青海|台湾|内蒙古|广西|西藏|宁夏|新疆|香港|澳门)(?:省|.{0,3}自治区|特别行政区|[^省])"
+)
+_BEFORE_ADDRESS = re.compile(
+    f"{_HAN}{{0,8}}?(?:[住坐落位][在于]|地址|住址|现住|家住|寄[到往]|送[到往]|[在于住到往至是为从])+"
 )
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(?:"
@@ -78,8 +117,11 @@ def mask_text(text: str, options: Mask, hints: Hints | None = None) -> tuple[str
     for kind, enabled, likely, replace in (
         ("keys", options.keys, hints is None or hints.long_tokens or _DIGITLESS_KEY.search(text), _mask_keys),
         ("id_numbers", options.id_numbers, hints is None or hints.longest_number >= ID_DIGITS, _mask_id_numbers),
+        ("bank_cards", options.bank_cards, hints is None or hints.longest_number >= CARD_DIGITS, _mask_cards),
+        ("ip_addresses", options.ip_addresses, hints is None or hints.longest_number >= IP_DIGITS, _mask_ip_addresses),
         ("emails", options.emails, hints is None or hints.emails > 0, _mask_emails),
         ("phones", options.phones, hints is None or hints.longest_number >= PHONE_DIGITS, _mask_phones),
+        ("addresses", options.addresses, "号" in text, _mask_addresses),
     ):
         if enabled and likely:
             text, number = replace(text)
@@ -120,6 +162,53 @@ def _token_end(text: str, start: int, end: int) -> int:
 def _mask_id_numbers(text: str) -> tuple[str, int]:
     places = ((start - 2, end + 2) for start, end in _spans(text, ID_DIGITS, of_digits=True))
     return _replace(_ID_NUMBER, text, places, lambda match: MARKS["id_numbers"] if is_id_number(match[0]) else None)
+
+
+def _mask_cards(text: str) -> tuple[str, int]:
+    places = ((start - 2, end + 2) for start, end in _spans(text, CARD_DIGITS, of_digits=True))
+    return _replace(_CARD, text, places, lambda match: MARKS["bank_cards"] if _has_check_digit(match[0]) else None)
+
+
+def _has_check_digit(number: str) -> bool:
+    """The formula of Luhn."""
+    digits = [int(digit) for digit in reversed(number) if digit.isdigit()]
+    return sum(digits[::2]) % 10 == -sum(sum(divmod(2 * digit, 10)) for digit in digits[1::2]) % 10
+
+
+def _mask_ip_addresses(text: str) -> tuple[str, int]:
+    places = [(start - 2, end + 2) for start, end in _spans(text, IP_DIGITS, of_digits=True)] if "." in text else []
+    text, fours = _replace(_IPV4, text, places, lambda match: MARKS["ip_addresses"] if _is_address(match) else None)
+    if "::" not in text and text.count(":") < 7:
+        return text, fours
+    text, sixes = _replace(
+        _IPV6, text, [(0, len(text))], lambda match: MARKS["ip_addresses"] if _is_address(match) else None
+    )
+    return text, fours + sixes
+
+
+def _is_address(match: re.Match[str]) -> bool:
+    try:
+        is_public = ip_address(match[0]).is_global
+    except ValueError:
+        return False
+    if not is_public or ":" in match[0]:
+        return is_public
+    large = sum(int(number) >= LARGE_NUMBER for number in match[0].split("."))
+    return large >= 2 and not _VERSION.search(match.string, max(0, match.start() - 12), match.start())
+
+
+def _mask_addresses(text: str) -> tuple[str, int]:
+    places = ((at.start() - 50, at.start() + 40) for at in re.finditer("号", text))
+    return _replace(_ADDRESS, text, places, _address_mark)
+
+
+def _address_mark(match: re.Match[str]) -> str | None:
+    if not match["place"] and not match["flat"]:
+        return None
+    before = _BEFORE_ADDRESS.match(match[0])
+    province = _PROVINCE.search(match[0], 0, 12)
+    kept = max(before.end() if before else 0, province.start() if province else 0)
+    return f"{match[0][:kept]}{MARKS['addresses']}"
 
 
 def _mask_emails(text: str) -> tuple[str, int]:

@@ -46,9 +46,7 @@ from zero2all.corpus.dedup.index import (
     write_npy,
 )
 from zero2all.corpus.dedup.tasks import (
-    APART_NAME,
     DIGEST_ENTRY,
-    DIGEST_PARTS,
     LENGTHS_NAME,
     LOST_NAME,
     Chunk,
@@ -58,10 +56,10 @@ from zero2all.corpus.dedup.tasks import (
     UnitRows,
     compare_pairs,
     edge_pieces,
-    ends_of,
     group_digests,
     pair_buckets,
     pair_large,
+    part_tasks,
     split_bands,
     split_digests,
 )
@@ -69,7 +67,7 @@ from zero2all.corpus.dedup.tasks import (
 KEEP, EXACT_DUPLICATE, NEAR_DUPLICATE = range(3)
 """Values of the drop files."""
 
-LAYOUT = 1
+LAYOUT = 2
 RESULT_NAME = "result.json"
 CLUSTERS_NAME = "clusters.npy"
 INPUTS_NAME = "inputs.json"
@@ -79,9 +77,6 @@ MAX_ROUNDS = 20
 """How often what remains of large buckets is compared again; two or three times have been enough so far."""
 ROWS_AT_ONCE = 1 << 18
 DEFAULT_MEMORY_BYTES = 128 << 20
-
-HeldOut = Callable[[int, np.ndarray], np.ndarray]
-"""(unit number, its index rows) -> bool per row: held out as valid."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +103,15 @@ def find_duplicates(
     config: DedupConfig | None = None,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     engine: TaskEngine | None = None,
-    held_out: HeldOut | None = None,
+    channels: Sequence[str] = (),
 ) -> DedupResult:
-    """Find the duplicates of all records of the finished unit folders, given in final order.
-
-    `held_out` says which records are held out; needed with `near="held_out"` only, where records similar to one of
-    those, and not held out themselves, are dropped and nothing else is. Without `engine` the tasks run here.
-    """
+    """Find the duplicates of all records of the finished unit folders, given in final order, with the channel of each
+    (none: en). Without `engine` the tasks run here."""
     config = config or DedupConfig()
     if problems := config.problems():
         raise UsageError("The dedup settings cannot be used: " + "; ".join(problems) + ".")
-    if config.near == "held_out" and held_out is None:
-        raise AssertionError("near='held_out' needs to know which records are held out")
     work.mkdir(parents=True, exist_ok=True)
-    return _DuplicateSearch(list(units), work, config, max(memory_bytes, 1 << 20), engine, held_out).run()
+    return _DuplicateSearch(list(units), work, config, max(memory_bytes, 1 << 20), engine, list(channels)).run()
 
 
 @dataclass
@@ -133,7 +123,7 @@ class _DuplicateSearch:
     config: DedupConfig
     memory_bytes: int
     engine: TaskEngine | None
-    held_out: HeldOut | None
+    channels: list[str]
 
     def run(self) -> DedupResult:
         self.steps = self.work / STEPS_NAME
@@ -146,24 +136,22 @@ class _DuplicateSearch:
         if self.config.exact:
             self._find_exact()
         self.parent_matches = np.zeros(self.documents, np.uint8)
-        if self.config.near != "off":
+        if self.config.signs:
             self._find_near()
         return self._write_result(inputs)
 
     def _read_indexes(self) -> str:
         """Lengths of all texts, first document numbers, and a fingerprint of everything the outcome depends on."""
         self.first_ids = [0]
-        seen: list[Any] = [LAYOUT, asdict(self.config)]
+        seen: list[Any] = [LAYOUT, asdict(self.config), self.channels]
         lengths: list[np.ndarray] = []
-        for number, folder in enumerate(self.units):
+        for folder in self.units:
             rows = read_index(folder)
-            if self.config.near != "off" and len(read_signatures(folder)) != len(rows):
+            if self.config.signs and len(read_signatures(folder)) != len(rows):
                 raise BadInputError(f"{folder} does not have one signature per record. Delete it and run again.")
             hasher = xxhash.xxh3_64()
             for piece in index_pieces(folder):
                 hasher.update(piece.data.cast("B"))
-                if self.config.near == "held_out" and self.held_out is not None:
-                    hasher.update(np.packbits(self.held_out(number, piece)).data)
                 lengths.append(piece["text_bytes"].astype(np.uint32))
             self.first_ids.append(self.first_ids[-1] + len(rows))
             seen.append([len(rows), hasher.hexdigest()])
@@ -215,42 +203,26 @@ class _DuplicateSearch:
     def _find_exact(self) -> None:
         chunks = self._chunks(100)
         self._run_tasks(split_digests, chunks)
-        tasks = self._part_tasks("digests", len(chunks), DIGEST_PARTS, DIGEST_ENTRY.itemsize * 3)
+        tasks = self._part_tasks("digests", len(chunks), DIGEST_ENTRY.itemsize * 3)
         for found in self._run_tasks(group_digests, tasks):
             copies = np.load(found)
             self.drop[copies[:, 0]] = EXACT_DUPLICATE
             self.parent[copies[:, 0]] = copies[:, 1]
 
-    def _part_tasks(self, name: str, chunks: int, parts: int, entry_bytes: int) -> list[PartTask]:
-        """Runs of consecutive parts that together fit into a task's memory, at least one part each."""
+    def _part_tasks(self, name: str, chunks: int, entry_bytes: int) -> list[PartTask]:
         files = [self.steps / f"{name}-{chunk:05d}.npy" for chunk in range(chunks)]
-        sizes = np.zeros(parts, np.int64)
-        for file in files:
-            sizes += np.diff(np.load(ends_of(file)))
-        tasks: list[PartTask] = []
-        first, held = 0, 0
-        for part in range(parts + 1):
-            size = int(sizes[part]) * entry_bytes if part < parts else 0
-            if held and (part == parts or held + size > self.memory_bytes):
-                tasks.append(PartTask(len(tasks), first, part, tuple(files), self.steps, self.memory_bytes))
-                first, held = part, 0
-            held += size
-        return tasks
+        return part_tasks(files, entry_bytes, self.steps, self.memory_bytes)
 
     def _find_near(self) -> None:
-        from zero2all.corpus.dedup.graph_kernels import PARTS
-
         write_npy(self.steps / LOST_NAME.format(round_number=0), self.drop)
-        if self.config.near == "held_out":
-            write_npy(self.steps / APART_NAME, self._apart())
         chunks = self._chunks(VALUES + 2 * 8 * self.config.bands)
         self._run_tasks(split_bands, chunks)
-        found = self._run_tasks(pair_buckets, self._part_tasks("bands", len(chunks), PARTS, 8 * 3))
+        found = self._run_tasks(pair_buckets, self._part_tasks("bands", len(chunks), 8 * 3))
         edges = self._edges_of([run for result in found for run in result["runs"]], 0)
         self._choose(edges)
         large = [result["large"] for result in found if result["large_buckets"]]
         for round_number in range(1, MAX_ROUNDS):
-            if not large or self.config.near == "held_out":
+            if not large:
                 break
             write_npy(self.steps / LOST_NAME.format(round_number=round_number), self.drop)
             tasks = [
@@ -263,22 +235,12 @@ class _DuplicateSearch:
             edges += more
             self._choose(edges)
 
-    def _apart(self) -> np.ndarray:
-        """1 for every held-out document."""
-        assert self.held_out is not None, "checked by find_duplicates"
-        apart = np.zeros(self.documents, np.uint8)
-        for number, folder in enumerate(self.units):
-            first = self.first_ids[number]
-            for piece in index_pieces(folder):
-                apart[first : first + len(piece)] = self.held_out(number, piece)
-                first += len(piece)
-        return apart
-
     def _edges_of(self, runs: list[str], round_number: int) -> list[Path]:
         """Compare the signatures of all pairs of the sorted files; the files of the pairs that agree."""
         files = [self.steps / run for run in runs]
         borders = sample_borders(files, self.memory_bytes // 4)
-        shared = (tuple(files), tuple(self.units), tuple(self.first_ids), self.steps, self.config.needed_matches)
+        needed = tuple(map(self.config.needed_matches, self.channels or ["en"] * len(self.units)))
+        shared = (tuple(files), tuple(self.units), tuple(self.first_ids), self.steps, needed)
         ranges = enumerate(pairwise(borders))
         tasks = [CompareTask(number, round_number, first, end, *shared) for number, (first, end) in ranges]
         return [self.steps / file for file in self._run_tasks(compare_pairs, tasks)]
@@ -295,20 +257,11 @@ class _DuplicateSearch:
         del near, numbers
         state = np.where(self.drop == KEEP, np.uint8(kernels.UNDECIDED), np.uint8(kernels.DROPPED))
         waits = np.zeros(self.documents, np.uint8)
-        if self.config.near == "held_out":
-            apart = np.load(self.steps / APART_NAME, mmap_mode="r")
-            state[(state == kernels.UNDECIDED) & (apart == 1)] = kernels.KEPT
-            for pairs, _ in edge_pieces(edges):  # each has one held-out end
-                for end in (pairs >> np.uint64(32), pairs & np.uint64(0xFFFFFFFF)):
-                    others = end[apart[end] == 0]
-                    state[others] = kernels.DROPPED
-            kernels.settle(state, waits)
-        else:
-            waiting = 1
-            while waiting:
-                for pairs, _ in edge_pieces(edges):
-                    kernels.spread(pairs, self.lengths, state, waits)
-                waiting = kernels.settle(state, waits)
+        waiting = 1
+        while waiting:
+            for pairs, _ in edge_pieces(edges):
+                kernels.spread(pairs, self.lengths, state, waits)
+            waiting = kernels.settle(state, waits)
         for pairs, matches in edge_pieces(edges):
             kernels.attach(pairs, matches, self.lengths, state, self.parent, self.parent_matches)
         self.drop[(state == kernels.DROPPED) & (self.drop == KEEP)] = NEAR_DUPLICATE

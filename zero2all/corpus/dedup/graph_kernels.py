@@ -99,8 +99,8 @@ def make_pairs(entries: np.ndarray, most: int, pairs: np.ndarray, large: np.ndar
             start = at
 
 
-@njit(types.void(ROWS, int64[::1], int64[::1], uint8[::1], int64), cache=True, nogil=True)
-def compare(rows: np.ndarray, first: np.ndarray, second: np.ndarray, out: np.ndarray, needed: int) -> None:
+@njit(types.void(ROWS, int64[::1], int64[::1], uint8[::1], int64[::1]), cache=True, nogil=True)
+def compare(rows: np.ndarray, first: np.ndarray, second: np.ndarray, out: np.ndarray, needed: np.ndarray) -> None:
     """Equal values of the signatures of each pair, at most 255; 0 where fewer than `needed`."""
     for pair in range(first.size):
         one = rows[first[pair]]
@@ -108,7 +108,7 @@ def compare(rows: np.ndarray, first: np.ndarray, second: np.ndarray, out: np.nda
         equal = 0
         for at in range(VALUES):
             equal += one[at] == two[at]
-        out[pair] = np.uint8(min(equal, 255)) if equal >= needed else np.uint8(0)
+        out[pair] = np.uint8(min(equal, 255)) if equal >= needed[pair] else np.uint8(0)
 
 
 @njit(types.boolean(int64, int64, LENGTHS), cache=True, nogil=True, inline="always")

@@ -1,8 +1,9 @@
 """What a unit folder holds for dedup, a row for every kept record, in order.
 
     index.npy        digest (16 bytes as two big-endian uint64), key (what decides the split), ordinal (place of the
-                     record among all items of the unit, kept or not), text_bytes: 36 bytes a record
-    signatures.npy   (n, 256) uint8; absent when near dedup is off
+                     record among all items of the unit, kept or not), text_bytes, anchors: 40 bytes a record
+    signatures.npy   (n, 256) uint8; absent when near duplicates stay
+    anchors.npy      uint32: the anchors of all records, one after the other
 
 They are ordinary .npy files, written row by row: the header has a fixed size and gets its shape at the end.
 """
@@ -24,7 +25,8 @@ from zero2all.corpus.dedup.signatures import Described
 
 INDEX_NAME = "index.npy"
 SIGNATURES_NAME = "signatures.npy"
-INDEX = np.dtype([("digest", ">u8", 2), ("key", "<u8"), ("ordinal", "<u8"), ("text_bytes", "<u4")])
+ANCHORS_NAME = "anchors.npy"
+INDEX = np.dtype([("digest", ">u8", 2), ("key", "<u8"), ("ordinal", "<u8"), ("text_bytes", "<u4"), ("anchors", "<u4")])
 SIGNATURE = np.dtype((np.uint8, VALUES))
 HEADER_BYTES = 256
 
@@ -33,8 +35,9 @@ class IndexWriter:
     """Appends records to the files of a unit folder, which get their headers when the context ends."""
 
     def __init__(self, folder: Path, near: bool) -> None:
-        self._index = _NpyAppender(folder / INDEX_NAME, INDEX)
-        self._signatures = _NpyAppender(folder / SIGNATURES_NAME, SIGNATURE) if near else None
+        self._index = NpyAppender(folder / INDEX_NAME, INDEX)
+        self._anchors = NpyAppender(folder / ANCHORS_NAME, np.dtype("<u4"))
+        self._signatures = NpyAppender(folder / SIGNATURES_NAME, SIGNATURE) if near else None
 
     def add(self, described: Described, ordinals: np.ndarray) -> None:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
@@ -43,6 +46,8 @@ class IndexWriter:
         rows["key"] = described.keys
         rows["ordinal"] = ordinals
         rows["text_bytes"] = described.text_bytes
+        rows["anchors"] = described.anchor_counts
+        self._anchors.append(described.anchors)
         self._index.append(rows)
         if self._signatures is not None:
             if described.signatures is None:
@@ -53,7 +58,7 @@ class IndexWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._index, self._signatures):
+        for file in (self._index, self._anchors, self._signatures):
             if file is not None:
                 file.close()
 
@@ -94,7 +99,7 @@ def _rows(path: Path, dtype: np.dtype) -> int:
     return (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
 
 
-class _NpyAppender:
+class NpyAppender:
     """A .npy file that grows."""
 
     def __init__(self, path: Path, dtype: np.dtype) -> None:
@@ -103,9 +108,11 @@ class _NpyAppender:
         self.file.write(bytes(HEADER_BYTES))
 
     def append(self, rows: np.ndarray) -> None:
+        """Write some rows."""
         self.file.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
 
     def close(self) -> None:
+        """Write the header, which has the number of rows."""
         rows = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
         base, shape = self.dtype.base, (rows, *self.dtype.shape)
         header = f"{{'descr': {np.lib.format.dtype_to_descr(base)!r}, 'fortran_order': False, 'shape': {shape!r}, }}"

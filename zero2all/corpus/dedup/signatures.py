@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from zero2all.corpus.dedup.config import VALUES, DedupConfig
+from zero2all.corpus.dedup.config import ANCHORS, VALUES, DedupConfig
 
 DIGEST_BYTES = 16
 
@@ -28,9 +28,13 @@ class Described(NamedTuple):
     text_bytes: np.ndarray
     """(n,) uint32: length in UTF-8."""
     signatures: np.ndarray | None
-    """(n, 256) uint8; None when near dedup is off."""
+    """(n, 256) uint8; None when near duplicates stay."""
     keys: np.ndarray
     """(n,) uint64."""
+    anchors: np.ndarray
+    """uint32: those of all texts, one after the other; none when dedup is off."""
+    anchor_counts: np.ndarray
+    """(n,) int64."""
 
 
 class Encoded(NamedTuple):
@@ -55,9 +59,8 @@ def describe_encoded(encoded: Encoded, channel: str, config: DedupConfig) -> Des
     no_letters = signed.keys == 0
     signed.keys[no_letters] = digests[no_letters].view(">u8")[:, 0]
     lengths = np.diff(offsets).astype(np.uint32)
-    if config.near == "off":
-        return Described(digests, lengths, None, signed.keys)
-    return Described(digests, lengths, signed.signatures, signed.keys)
+    signatures = signed.signatures if config.signs else None
+    return Described(digests, lengths, signatures, signed.keys, signed.anchors, signed.anchor_counts)
 
 
 def encode(texts: Sequence[str]) -> Encoded:
@@ -71,6 +74,8 @@ def encode(texts: Sequence[str]) -> Encoded:
 class _Signed(NamedTuple):
     signatures: np.ndarray
     keys: np.ndarray
+    anchors: np.ndarray
+    anchor_counts: np.ndarray
 
 
 def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupConfig) -> _Signed:
@@ -78,12 +83,13 @@ def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupCo
 
     shingle = config.shingle(channel)
     texts = offsets.size - 1
-    signed = texts if config.near != "off" else 0
-    out = _Signed(np.empty((signed, VALUES), np.uint8), np.empty(texts, np.uint64))
+    signatures = np.empty((texts if config.signs else 0, VALUES), np.uint8)
+    anchors = np.empty(buffer.size if config.near != "off" else 0, np.uint32)
+    out = _Signed(signatures, np.empty(texts, np.uint64), anchors, np.zeros(texts, np.int64))
     mode = kernels.UNIT_MODES[shingle.unit]
     tables = (kernels.FOLD, kernels.CLASSES, kernels.WALKS, kernels.STEPS)
-    kernels.sign_texts(buffer, offsets, mode, shingle.length, *out, *tables)
-    return out
+    kernels.sign_texts(buffer, offsets, mode, shingle.length, *ANCHORS[shingle.unit], *out, *tables)
+    return out._replace(anchors=anchors[: out.anchor_counts.sum()].copy())
 
 
 def _digest(buffer: np.ndarray, offsets: np.ndarray) -> np.ndarray:

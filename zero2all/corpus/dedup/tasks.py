@@ -38,8 +38,6 @@ COMPARED_PAIRS = 1 << 15
 LENGTHS_NAME = "lengths.npy"
 LOST_NAME = "lost-{round_number:02d}.npy"
 """One byte a document: 0 when it still takes part in this round."""
-APART_NAME = "apart.npy"
-"""One byte a document: 1 when it is held out. There only when nothing but copies of held-out records is dropped."""
 
 
 class UnitRows(NamedTuple):
@@ -92,7 +90,8 @@ class CompareTask(NamedTuple):
     units: tuple[Path, ...]
     first_ids: tuple[int, ...]
     steps: Path
-    needed: int
+    needed: tuple[int, ...]
+    """Equal values from which records of each unit are duplicates; of two units, the larger."""
 
 
 def split_digests(chunk: Chunk) -> None:
@@ -108,6 +107,11 @@ def split_digests(chunk: Chunk) -> None:
         entries["high"][at : at + each.records] = digests[:, 0]
         entries["low"][at : at + each.records] = digests[:, 1]
         at += each.records
+    write_parts(target, entries)
+
+
+def write_parts(target: Path, entries: np.ndarray) -> None:
+    """Entries in the order of their parts, by the upper bits of `high`, and where each part ends."""
     parts = (entries["high"] >> np.uint64(52)).astype(np.uint16)
     order = np.argsort(parts, kind="stable")
     ends = np.searchsorted(parts[order], np.arange(DIGEST_PARTS + 1)).astype(np.int64)
@@ -115,14 +119,35 @@ def split_digests(chunk: Chunk) -> None:
     write_npy(ends_of(target), ends)
 
 
+def read_parts(task: PartTask) -> np.ndarray:
+    """The entries of the parts of a task, those of the first file first."""
+    bounds = [np.load(ends_of(file))[[task.first, task.end]].tolist() for file in task.files]
+    return np.concatenate([read_slice(file, *bound) for file, bound in zip(task.files, bounds, strict=True)])
+
+
+def part_tasks(files: Sequence[Path], entry_bytes: int, steps: Path, memory_bytes: int) -> list[PartTask]:
+    """Runs of consecutive parts that together fit into a task's memory, at least one part each."""
+    sizes = np.zeros(0, np.int64)
+    for file in files:
+        found = np.diff(np.load(ends_of(file))) * entry_bytes
+        sizes = sizes + found if len(sizes) else found
+    tasks: list[PartTask] = []
+    first, held = 0, 0
+    for part in range(len(sizes) + 1):
+        size = int(sizes[part]) if part < len(sizes) else 0
+        if held and (part == len(sizes) or held + size > memory_bytes):
+            tasks.append(PartTask(len(tasks), first, part, tuple(files), steps, memory_bytes))
+            first, held = part, 0
+        held += size
+    return tasks
+
+
 def group_digests(task: PartTask) -> Path:
     """(copy, best copy) of all documents of these parts that are not the best of their digest."""
     target = task.steps / f"copies-{task.number:05d}.npy"
     if target.exists():
         return target
-    bounds = [np.load(ends_of(file))[[task.first, task.end]].tolist() for file in task.files]
-    entries = np.concatenate([read_slice(file, *bound) for file, bound in zip(task.files, bounds, strict=True)])
-    entries = _repeated(entries)  # a full sort of all entries would take five times as long
+    entries = _repeated(read_parts(task))  # a full sort of all entries would take five times as long
     lengths = lookup(task.steps / LENGTHS_NAME, entries["document"])
     order = np.lexsort((entries["document"], ~lengths, entries["low"], entries["high"]))
     entries = entries[order]
@@ -187,7 +212,7 @@ def pair_buckets(task: PartTask) -> dict[str, Any]:
         pair_count, member_count = kernels.count_pairs(entries, BUCKET_MOST)
         pairs, members = np.empty(pair_count, np.uint64), np.empty(member_count, np.uint64)
         kernels.make_pairs(entries, BUCKET_MOST, pairs, members)
-        runs.add(_across_split(pairs, task.steps))
+        runs.add(pairs)
         large.add(members)
     target = f"large-{task.number:05d}.npy"
     large.save(task.steps / target)
@@ -214,29 +239,14 @@ def pair_large(task: LargeTask) -> list[str]:
 
 
 def _pair_members(documents: np.ndarray, steps: Path, round_number: int, runs: _Runs) -> None:
-    """Pair every document of a large bucket with the best ones and the next better ones; see `_across_split`."""
+    """Pair every document of a large bucket with the best ones and the next better ones."""
     documents = documents[lookup(steps / LOST_NAME.format(round_number=round_number), documents) == 0]
-    if (steps / APART_NAME).exists():
-        apart = lookup(steps / APART_NAME, documents) > 0
-        others = documents[~apart].astype(np.uint64)
-        for held_out in documents[apart].astype(np.uint64):
-            runs.add(_packed(held_out, others))
-        return
     lengths = lookup(steps / LENGTHS_NAME, documents)
     ranked = documents[np.lexsort((documents, ~lengths))].astype(np.uint64)
     for best in range(min(BUCKET_BEST, len(ranked))):
         runs.add(_packed(ranked[best], ranked[best + 1 :]))
     for back in range(1, BUCKET_NEXT + 1):
         runs.add(_packed(ranked[:-back], ranked[back:]))
-
-
-def _across_split(pairs: np.ndarray, steps: Path) -> np.ndarray:
-    """The pairs that matter: where only copies of held-out records are dropped, those with one held-out document."""
-    if not len(pairs) or not (steps / APART_NAME).exists():
-        return pairs
-    one = lookup(steps / APART_NAME, (pairs >> np.uint64(32)).astype(np.uint32))
-    two = lookup(steps / APART_NAME, (pairs & np.uint64(0xFFFFFFFF)).astype(np.uint32))
-    return pairs[one != two]
 
 
 def _packed(one: np.ndarray, two: np.ndarray) -> np.ndarray:
@@ -259,7 +269,9 @@ def compare_pairs(task: CompareTask) -> str:
         documents = sorted_unique(np.concatenate([one, two]))
         first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
         matches = np.empty(len(some), np.uint8)
-        kernels.compare(_signatures_of(documents, task.units, task.first_ids), first, second, matches, task.needed)
+        of_document = np.array(task.needed)[np.searchsorted(task.first_ids, documents, side="right") - 1]
+        needed = np.maximum(of_document[first], of_document[second])
+        kernels.compare(_signatures_of(documents, task.units, task.first_ids), first, second, matches, needed)
         edges.append(some[matches > 0])
         edge_matches.append(matches[matches > 0])
     write_npy(matches_of(task.steps / name), np.concatenate(edge_matches))

@@ -13,7 +13,7 @@ One core of a Neoverse N1, texts of 4 to 28 KB, CPU time, encoding included: 153
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, types, uint8, uint16, uint64
+from numba import int64, njit, types, uint8, uint16, uint32, uint64
 
 from zero2all.corpus.dedup.config import VALUES
 from zero2all.corpus.dedup.fold import LETTER, SIGN, SPACE, character_class, fold_table
@@ -22,6 +22,7 @@ CHARACTER, WORD, TOKEN = range(3)
 UNIT_MODES = {"character": CHARACTER, "word": WORD, "token": TOKEN}
 
 TEXT = types.Array(uint8, 1, "C", readonly=True)
+POINTS = types.Array(uint32, 1, "C", readonly=True)
 OFFSETS = types.Array(int64, 1, "C", readonly=True)
 BYTES_1D = types.Array(uint8, 1, "C")
 BYTES_2D = types.Array(uint8, 2, "C")
@@ -138,8 +139,45 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
         out[place] = np.uint8(value >> np.uint32(24))
 
 
+@njit(nogil=True)
+def _find_anchors(
+    units: np.ndarray, count: int, gram: int, window: int, grams: np.ndarray, anchors: np.ndarray, put: int
+) -> int:
+    """Winnowing: the least hash of every `window` consecutive grams, once as long as it stays the least."""
+    leave = np.uint64(1)
+    for _ in range(gram):
+        leave *= BASE
+    run = np.uint64(0)
+    last = -1
+    start = put
+    for at in range(count):
+        run = run * BASE + units[at]
+        if at >= gram:
+            run -= units[at - gram] * leave
+        if at < gram - 1:
+            continue
+        grams[at] = np.uint32(_mix(run))
+        is_new = last < 0 or grams[at] < grams[last]
+        if is_new:
+            last = at
+        elif at - last >= window:
+            is_new = True
+            last = at
+            for other in range(at - 1, at - window, -1):
+                if grams[other] < grams[last]:
+                    last = other
+        full = gram + window - 2
+        if (is_new and at > full) or at == full or (at == count - 1 and put == start):
+            anchors[put] = grams[last]
+            put += 1
+    return put
+
+
 @njit(
-    types.void(TEXT, OFFSETS, int64, int64, BYTES_2D, uint64[::1], FOLDS, TEXT, CONST_2D, STEPS_2D),
+    types.void(
+        *(TEXT, OFFSETS, int64, int64, int64, int64, BYTES_2D, uint64[::1], uint32[::1], int64[::1]),
+        *(FOLDS, TEXT, CONST_2D, STEPS_2D),
+    ),
     cache=True,
     nogil=True,
 )
@@ -148,30 +186,34 @@ def sign_texts(
     offsets: np.ndarray,
     mode: int,
     length: int,
+    gram: int,
+    window: int,
     out: np.ndarray,
     keys: np.ndarray,
+    anchors: np.ndarray,
+    anchor_counts: np.ndarray,
     fold: np.ndarray,
     classes: np.ndarray,
     walks: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """The signature of every text, all zeros for a text without units; and its key.
+    """The signature of every text, all zeros for a text without units; its key; and its anchors.
 
     The key is a hash of all its units but signs, so of its letters and digits in order; 0 for a text that has none.
-    With `out` of no rows there are only keys.
+    With `out` of no rows there are no signatures, with `anchors` of none no anchors.
     """
-    near = out.shape[0] > 0
     minima = np.empty(VALUES, np.uint32)
-    ring = np.zeros(32, np.uint64)
+    longest = np.int64(0)
+    for number in range(offsets.size - 1):
+        longest = max(longest, offsets[number + 1] - offsets[number])
+    units = np.empty(longest + 1, np.uint64)
+    grams = np.empty(longest + 1 if anchors.size else 0, np.uint32)
     leave = np.uint64(1)
     for _ in range(length):
         leave *= BASE
+    put = 0
     for number in range(offsets.size - 1):
-        minima[:] = EMPTY
-        ring[:] = 0
-        slot = 0
-        units = 0
-        shingle = np.uint64(0)
+        count = 0
         word = np.uint64(0)
         in_word = False
         key = np.uint64(0)
@@ -217,36 +259,38 @@ def sign_texts(
             else:
                 alone = bool(kind > LETTER or (kind == SIGN and mode == TOKEN))
             if in_word:
-                units += 1
-                shingle = shingle * BASE + word - ring[slot] * leave
-                ring[slot] = word
-                slot = slot + 1 if slot + 1 < length else 0
+                units[count] = word
+                count += 1
                 key = (key + word) * BASE
-                if near and units >= length:
-                    _add(minima, shingle)
                 word = np.uint64(0)
                 in_word = False
             if alone:
-                units += 1
-                unit = np.uint64(code + 1)
-                shingle = shingle * BASE + unit - ring[slot] * leave
-                ring[slot] = unit
-                slot = slot + 1 if slot + 1 < length else 0
+                units[count] = np.uint64(code + 1)
+                count += 1
                 if kind >= LETTER:
-                    key = (key + unit) * BASE
-                if near and units >= length:
-                    _add(minima, shingle)
+                    key = (key + np.uint64(code + 1)) * BASE
         if in_word:
-            units += 1
-            shingle = shingle * BASE + word - ring[slot] * leave
+            units[count] = word
+            count += 1
             key = (key + word) * BASE
-            if near and units >= length:
-                _add(minima, shingle)
-        if near and 0 < units < length:
-            _add(minima, shingle + np.uint64(units) * SHORT)
         keys[number] = max(_mix(key), np.uint64(1)) if key else np.uint64(0)
-        if near:
-            _finish(minima, out[number], walks, steps)
+        if anchors.size:
+            before = put
+            put = _find_anchors(units, count, gram, window, grams, anchors, put)
+            anchor_counts[number] = put - before
+        if out.shape[0] == 0:
+            continue
+        minima[:] = EMPTY
+        shingle = np.uint64(0)
+        for at in range(count):
+            shingle = shingle * BASE + units[at]
+            if at >= length:
+                shingle -= units[at - length] * leave
+            if at >= length - 1:
+                _add(minima, shingle)
+        if 0 < count < length:
+            _add(minima, shingle + np.uint64(count) * SHORT)
+        _finish(minima, out[number], walks, steps)
 
 
 @njit(nogil=True)
@@ -298,3 +342,86 @@ def collapse_spaces(
         if put > start and after_space:
             put -= 1
         ends[number] = put
+
+
+@njit(
+    int64(POINTS, int64[::1], uint64[::1], int64, types.boolean, uint64[::1], uint64[::1], uint64[::1], uint64[::1]),
+    cache=True,
+    nogil=True,
+)
+def find_passages(
+    points: np.ndarray,
+    offsets: np.ndarray,
+    documents: np.ndarray,
+    length: int,
+    of_windows: bool,
+    repeated: np.ndarray,
+    high: np.ndarray,
+    low: np.ndarray,
+    places: np.ndarray,
+) -> int:
+    """Hashes and places of the anchors of all windows of `length` characters; or, with `of_windows`, of the windows
+    themselves whose anchor stands at one of the places in `repeated`. Returns how many.
+
+    The anchor is the last of the runs of half the length with the least hash, so it follows from the window alone.
+    """
+    gram = length // 2
+    window = length - gram + 1
+    leave_gram = leave_one = leave_two = np.uint64(1)
+    for at in range(length):
+        if at < gram:
+            leave_gram *= BASE
+        leave_one *= BASE
+        leave_two *= WORD_BASE
+    longest = np.int64(0)
+    for number in range(documents.size):
+        longest = max(longest, offsets[number + 1] - offsets[number])
+    grams = np.empty(longest, np.uint64)
+    put = 0
+    known = 0
+    for number in range(documents.size):
+        begin = offsets[number]
+        run = one = two = np.uint64(0)
+        last = -1
+        follows = False
+        for at in range(offsets[number + 1] - begin):
+            point = np.uint64(points[begin + at]) + np.uint64(1)
+            run = run * BASE + point
+            if at >= gram:
+                run -= (np.uint64(points[begin + at - gram]) + np.uint64(1)) * leave_gram
+            if of_windows:
+                one = one * BASE + point
+                two = two * WORD_BASE + point
+                if at >= length:
+                    left = np.uint64(points[begin + at - length]) + np.uint64(1)
+                    one -= left * leave_one
+                    two -= left * leave_two
+            if at < gram - 1:
+                continue
+            here = at - gram + 1
+            grams[here] = _mix(run)
+            is_new = last < 0 or grams[here] <= grams[last] or here - last >= window
+            if last < 0 or grams[here] <= grams[last]:
+                last = here
+            elif is_new:
+                last = here
+                for other in range(here - 1, here - window, -1):
+                    if grams[other] < grams[last]:
+                        last = other
+            start = at - length + 1
+            if start < 0:
+                continue
+            is_new = is_new or start == 0
+            place = documents[number] << np.uint64(32)
+            anchor = place | np.uint64(last)
+            if of_windows and is_new:
+                while known < repeated.size and repeated[known] < anchor:
+                    known += 1
+                follows = known < repeated.size and repeated[known] == anchor
+            if of_windows and follows:
+                high[put], low[put], places[put] = _mix(one), _mix(two), place | np.uint64(start)
+                put += 1
+            elif is_new and not of_windows:
+                high[put], low[put], places[put] = grams[last], np.uint64(0), anchor
+                put += 1
+    return put

@@ -157,6 +157,8 @@ def rows_of(file: DataFile, header: Sequence[str] | None = None) -> Rows:
         ) from error
     if file.suffix == ".csv":
         yield from _csv_rows(text, header)
+    elif file.suffix == ".txt":
+        yield from ((number, {"question": line}) for number, line in enumerate(text.splitlines(), 1) if line.strip())
     else:
         yield from (_json_rows if file.suffix == ".json" else _line_rows)(text)
 

@@ -26,10 +26,11 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
 from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError, Task, check_forms
-from zero2all.evals.tasks.files import DataFile, Reader, cell, gold_of, text, with_choices
+from zero2all.evals.tasks.files import DataFile, Reader, cell, data_files, gold_of, rows_of, text, with_choices
 from zero2all.evals.tasks.public import EVERYDAY, EXAMS, READING, SOLVING
 
 READERS = {reader.name: reader for reader in (*EXAMS, *EVERYDAY, *READING, *SOLVING)}
+QUESTIONS = ("question", "prompt", "problem", "text")
 SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}
 """Benchmarks that come together, in one folder."""
 
@@ -66,6 +67,33 @@ def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None =
                 raise
             unread[name] = str(error)
     return found
+
+
+def read_searched(path: Path) -> Task:
+    """The texts of a file, or of all files of a folder, to be searched for and not to be asked: of a row the question,
+    and an answer and choices if they are there; of a .txt every line."""
+    files = [DataFile(path.parent, path.name)] if path.is_file() else data_files(path)
+    items, problems = [], []
+    for file in files:
+        for number, row in rows_of(file):
+            try:
+                if isinstance(row, ItemError):
+                    raise row
+                items += [replace(item, id=item.id or f"{file.stem}:{number}") for item in _searched(row, file)]
+            except ItemError as error:
+                problems.append(f"{file} row {number}: {error}")
+    if problems or not items:
+        reasons = "; ".join(problems[:3]) or f"no rows in {', '.join(map(str, files[:8])) or 'it'}"
+        raise BadInputError(f"{path} cannot be searched for: {reasons}. Expected rows with {' or '.join(QUESTIONS)}.")
+    return Task(str(path), items[0].language, tuple(items), problems=tuple(problems))
+
+
+def _searched(row: Any, file: DataFile) -> Iterator[Item]:
+    try:
+        yield from _own(row, file)
+    except ItemError:
+        question, answer = text(row, *QUESTIONS), str(row.get("answer") or "")
+        yield Item(str(row.get("id") or ""), question, answer=answer, language=_language(row, question))
 
 
 def folder_of(data: Path, name: str) -> Path:
@@ -144,7 +172,7 @@ def _own_reader(name: str) -> Reader:
 
 def _own(row: Any, _: DataFile) -> Iterator[Item]:
     question, answer, choices = text(row, "question"), cell(row, "answer"), _choices(row)
-    language = str(row.get("language") or ("zh" if re.search(r"[\u4e00-\u9fff]", question) else "en"))
+    language = _language(row, question)
     more: dict[str, Any] = {name: str(row.get(name) or "") for name in ("subject", "context")}
     more |= {"language": language, "shape": str(row.get("shape") or QUESTION)}
     if more["shape"] not in (QUESTION, CONTINUE):
@@ -167,6 +195,10 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
     else:  # a letter, or a text that is no option: then the texts are listed
         gold = gold_of(answers[0], list(labels) if len(answers[0]) == 1 else choices)
     yield replace(with_choices(question, choices, gold, **more), id=name)
+
+
+def _language(row: Any, question: str) -> str:
+    return str(row.get("language") or ("zh" if re.search(r"[\u4e00-\u9fff]", question) else "en"))
 
 
 def _choices(row: Any) -> list[str]:
