@@ -189,9 +189,9 @@ def summary_notes(report: Mapping[str, Any], work: Path | None = None, brief: bo
             notes += [note, f"{name}: {rule} dropped, for example: {excerpts}"] if excerpts else [note]
         if source["masked"]:
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
-        if source["records_cut"]:
+        if source.get("records_cut"):
             notes.append(f"{name}: repeated passages were cut out of {source['records_cut']:,} records")
-        if source["kept_out_of_valid"]:
+        if source.get("kept_out_of_valid"):
             kept_out = source["kept_out_of_valid"]
             notes.append(f"{name}: {kept_out:,} records were not held out, because they share text with train")
         notes += [f"{name}: {t(words)}" for words in facts_in_words(source).values()]

@@ -47,7 +47,7 @@ class DedupConfig:
     may share text with train. With the first two, a record that shares text with train is not held out."""
     jaccard: float = 0.8
     """Records whose shingle sets are at least this similar are duplicates (size of intersection over union)."""
-    character_jaccard: float = 0.865
+    character_jaccard: float = 0.86
     """The same for the zh channel, whose short shingles make any two texts more alike."""
     bands: int = 16
     """Two records are compared when at least one band of their signatures is equal."""
