@@ -126,6 +126,7 @@ def measure(planted: Planted, channel: str, work: Path, config: DedupConfig | No
         units[-1].mkdir(parents=True)
         with IndexWriter(units[-1], near=config.signs) as writer:
             writer.add(describe(texts, channel, config), np.arange(len(texts)))
+    at_least = config.character_jaccard if channel == "zh" else config.jaccard
     result = find_duplicates(units, work / "dedup", config, channels=[channel] * 2)
     dropped = np.concatenate([result.drops(number) for number in range(2)])
 
@@ -142,12 +143,12 @@ def measure(planted: Planted, channel: str, work: Path, config: DedupConfig | No
         if planted.is_base[at]:
             continue
         similarity = jaccard(shingles(at), shingles(base_at[family]))
-        if similarity >= config.least_jaccard(channel):
+        if similarity >= at_least:
             found = bool(dropped[at] or dropped[base_at[family]])
             counts["similar"] += 1
             counts["found"] += found
-            counts["borderline"] += similarity < config.least_jaccard(channel) + 0.02
-            counts["borderline_found"] += found and similarity < config.least_jaccard(channel) + 0.02
+            counts["borderline"] += similarity < at_least + 0.02
+            counts["borderline_found"] += found and similarity < at_least + 0.02
     least = 1.0
     for at, kept in kept_for.items():
         similarity = jaccard(shingles(at), shingles(kept))

@@ -153,7 +153,7 @@ def near_copies(example: Example, theme: Theme) -> Canvas:
     rule = f"{config.bands} bands of {config.rows} bytes; one equal is enough"
     canvas.text(440, y + 20, rule, size=SMALL, colour=theme.faint)
     _draw_bands(canvas, config, [("A and B", found.equal(1)), ("A and C", found.equal(2))], y + 42)
-    least = config.needed_matches("en")
+    least = config.needed("en")[0]
     needed = f"A pair with at least {least} equal bytes of 256 is a near copy: one of the two is dropped."
     canvas.text(MARGIN, canvas.height - 24, needed, colour=theme.ink)
     return canvas

@@ -90,10 +90,10 @@ def test_what_is_held_out_shares_no_text_with_train_and_no_near_duplicate_is_dro
     options = BuildOptions(rules="none", valid_share=0.1, dedup=DedupConfig(near="held_out"))
     report = build_corpus(tmp_path / "corpus", [Source("a", path, "en")], options, HERE)["sources"]["a"]
     assert report["records_kept"] == 300
-    assert report["kept_out_of_valid"] > 10
+    assert report["valid_shared_with_train"] == 0
     starts = {" ".join(record["content"].split()[:20]) for record in iter_records(tmp_path / "corpus", "a", "train")}
     held_out = [record["content"] for record in iter_records(tmp_path / "corpus", "a", "valid")]
-    assert len(starts) > len(held_out) >= 5
+    assert len(starts) > len(held_out) >= 15
     assert not [text for text in held_out if " ".join(text.split()[:20]) in starts]
 
 

@@ -185,7 +185,7 @@ def test_every_option_is_a_flag_with_help_or_explained():
 def test_figures_of_the_search_for_near_duplicates():
     config = DedupConfig()
     assert f"b = {config.bands} bands of r = {config.rows}" in GUIDE
-    assert f"agree in {config.needed_matches('en')} of 256 bytes" in GUIDE
+    assert f"agree in {config.needed('en')[0]} of 256 bytes" in GUIDE
     similarities, compared = (
         [cell.strip() for cell in re.search(rf"^\| {name} \|(.*)\|$", GUIDE, re.MULTILINE)[1].split("|")]
         for name in ("J", "compared")

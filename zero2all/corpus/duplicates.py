@@ -1,7 +1,8 @@
 """The dedup step of a build: the search over all sources, and its outcome in terms of gids.
 
 .build/<inputs>/drop-00000.npy   which records of a segment are duplicates            (written by dedup/)
-                verdict-00000.npy  what becomes of each record of a segment: DROP_REASONS, TRAIN_ONLY, else 0
+                verdict-00000.npy  what becomes of each record of a segment: DROP_REASONS, those of
+                                   dedup/split.py, else 0
                 clusters.npy     (kept, dropped) pairs by document number             (written by dedup/)
                 gids.npy         document number -> gid
                 cut-00000/       a segment without repeated passages, where they are looked for (written by dedup/)
@@ -29,7 +30,7 @@ from zero2all.corpus.dedup.cluster import NEAR_DUPLICATE, find_duplicates
 from zero2all.corpus.dedup.config import DedupConfig, jaccard_estimate
 from zero2all.corpus.dedup.index import read_index, write_npy
 from zero2all.corpus.dedup.passages import cut_folder, cut_passages
-from zero2all.corpus.dedup.split import find_train_only
+from zero2all.corpus.dedup.split import split_records
 from zero2all.corpus.record import ORDINAL_BITS
 from zero2all.corpus.segments import RECORDS_NAME, Segment, first_ordinals
 
@@ -39,8 +40,7 @@ FOUND_NAME = "found.json"
 VERDICT_NAME = "verdict-{segment:05d}.npy"
 DROP_REASONS = {1: "duplicate", 2: "near_duplicate", 4: "benchmark", 5: "repeated_passages"}
 """Why a record is dropped, by the number in its list."""
-TRAIN_ONLY, BENCHMARK, REPEATED = 3, 4, 5
-"""3: a record that stays, and is not held out."""
+BENCHMARK, REPEATED = 4, 5
 BENCHMARKS_NAME = "benchmarks.json"
 """For which items of a benchmark records were dropped; also `corpus/benchmarks.json` at the end."""
 ROWS_AT_ONCE = 1 << 16
@@ -151,7 +151,7 @@ def search_duplicates(
     if config.passages.min_chars is not None:
         verdict[cut_passages(units, first_ids, verdict, config.passages, folder, engine)] = REPEATED
     if config.near != "off" and valid_share:
-        verdict[find_train_only(units, verdict, int(valid_share * (1 << 64)))] = TRAIN_ONLY
+        verdict += split_records(units, owners, verdict, int(valid_share * (1 << 64)))
     for number, (first, end) in enumerate(pairwise(first_ids)):
         write_npy(folder / VERDICT_NAME.format(segment=number), verdict[first:end])
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}

@@ -24,7 +24,8 @@ from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.channels import SCRIPTS
 from zero2all.corpus.dedup.index import read_index
-from zero2all.corpus.duplicates import DROP_REASONS, REPEATED, TRAIN_ONLY, Duplicates, SourceSegments
+from zero2all.corpus.dedup.split import HELD_OUT, HELD_OUT_SHARED, TRAIN
+from zero2all.corpus.duplicates import DROP_REASONS, REPEATED, Duplicates, SourceSegments
 from zero2all.corpus.record import ORDINAL_BITS, Split, choose_split, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
 from zero2all.corpus.segments import (
@@ -130,9 +131,9 @@ class _Rows:
         before = int(layout["line_bytes"][:start].sum(dtype=np.int64))
         self.offsets = before + np.cumsum(self.line_bytes) - self.line_bytes
         self.drops = np.load(drops)[start:end] if drops is not None else np.zeros(len(index), np.uint8)
-        self.keep = (self.drops == 0) | (self.drops == TRAIN_ONLY)
-        self.own_keys = self.keys
-        self.keys = np.where(self.drops == TRAIN_ONLY, np.iinfo(np.uint64).max, self.keys)
+        self.keep = ~np.isin(self.drops, list(DROP_REASONS))
+        self.keys[self.drops == TRAIN] = np.iinfo(np.uint64).max
+        self.keys[(self.drops == HELD_OUT) | (self.drops == HELD_OUT_SHARED)] = 0
 
     def read(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[bytes]]]:
         """Some rows, in order, a batch at a time: which they are, and their lines."""
@@ -175,14 +176,13 @@ class SourceFinish:
         self.script_records = np.zeros(len(SCRIPTS), np.int64)
         self.script_bytes = np.zeros(len(SCRIPTS), np.int64)
         self._first_ordinals = first_ordinals(self.segments)
-        self.cut_records = self.train_only = 0
+        self.cut_records = self.shared_with_train = 0
         self._split = self._count()
         self.tasks = self._plan()
         self.facts: dict[str, dict[str, Any]] = {}
 
     def _count(self) -> Split:
         """Count what stays and what goes; how the source is split follows from what stays."""
-        by_key = Split(int(self.options.valid_share * (1 << 64)))
         for number in range(len(self.segments)):
             rows = self._rows(number)
             for value, reason in DROP_REASONS.items():
@@ -191,7 +191,7 @@ class SourceFinish:
             cut = read_index(self.segments[number].folder)["text_bytes"] - rows.text_bytes
             self.tally.drop_kept(DROP_REASONS[REPEATED], 0, int(cut.sum()))
             self.cut_records += int((cut > 0).sum())
-            self.train_only += int(by_key.is_valid(rows.own_keys[rows.drops == TRAIN_ONLY]).sum())
+            self.shared_with_train += int((rows.drops == HELD_OUT_SHARED).sum())
             text_bytes = rows.text_bytes[rows.keep]
             scripts = rows.scripts[rows.keep]
             buckets = np.log2(np.maximum(text_bytes, 1)).astype(np.int64)
@@ -259,7 +259,7 @@ class SourceFinish:
             "shards": len(self.tasks),
             "train_records": sum(task.records for task in self.tasks) - held_out,
             "valid_records": held_out,
-            "kept_out_of_valid": self.train_only,
+            "valid_shared_with_train": self.shared_with_train,
             "records_cut": self.cut_records,
             **report,
             "length_histogram": {f"{1 << bucket}": int(count) for bucket, count in enumerate(self.lengths) if count},

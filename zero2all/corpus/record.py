@@ -155,8 +155,8 @@ def plain(value: Any) -> Any:
 #
 # The key is a hash of the folded letters and digits (`dedup/fold.py`), so the choice depends on the text only, and a
 # text is never on both sides, in whatever width, punctuation or simplified or traditional characters. A source of at
-# least 20 records holds out at least one (the one with the smallest key), a smaller one none. Records that share text
-# with training records take part with the largest key (`dedup/split.py`).
+# least 20 records holds out at least one (the one with the smallest key), a smaller one none. Where records are
+# looked for that share text, those to be held out have the key 0 and the others the largest one (`dedup/split.py`).
 
 
 MIN_RECORDS_FOR_VALID = 20
@@ -184,6 +184,6 @@ def choose_split(valid_share: float, keys_of_segments: Iterable[np.ndarray]) -> 
         if len(keys):
             records += len(keys)
             smallest = min(smallest, int(keys.min()))
-    if not below or records < MIN_RECORDS_FOR_VALID or smallest == (1 << 64) - 1:
+    if not below or smallest == (1 << 64) - 1 or (records < MIN_RECORDS_FOR_VALID and smallest):
         return Split(0)
     return Split(max(below, smallest + 1))

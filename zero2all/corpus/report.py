@@ -191,9 +191,8 @@ def summary_notes(report: Mapping[str, Any], work: Path | None = None, brief: bo
             notes.append(f"{name}: masked {counts_in_words(source['masked'])}")
         if source.get("records_cut"):
             notes.append(f"{name}: repeated passages were cut out of {source['records_cut']:,} records")
-        if source.get("kept_out_of_valid"):
-            kept_out = source["kept_out_of_valid"]
-            notes.append(f"{name}: {kept_out:,} records were not held out, because they share text with train")
+        if source.get("valid_shared_with_train"):
+            notes.append(f"{name}: {source['valid_shared_with_train']:,} held-out records share text with train")
         notes += [f"{name}: {t(words)}" for words in facts_in_words(source).values()]
         if source["quarantined"] and not brief:
             reasons = counts_in_words(source["quarantined_by_reason"])

@@ -239,7 +239,7 @@ class _DuplicateSearch:
         """Compare the signatures of all pairs of the sorted files; the files of the pairs that agree."""
         files = [self.steps / run for run in runs]
         borders = sample_borders(files, self.memory_bytes // 4)
-        needed = tuple(map(self.config.needed_matches, self.channels or ["en"] * len(self.units)))
+        needed = tuple(map(self.config.needed, self.channels or ["en"] * len(self.units)))
         shared = (tuple(files), tuple(self.units), tuple(self.first_ids), self.steps, needed)
         ranges = enumerate(pairwise(borders))
         tasks = [CompareTask(number, round_number, first, end, *shared) for number, (first, end) in ranges]

@@ -80,10 +80,6 @@ class DedupConfig:
         lengths = {name: getattr(self, name) for name in ("character_ngram", "word_ngram", "token_ngram")}
         return found + [f"{name} is {n}; expected 1 to 32" for name, n in lengths.items() if not 1 <= n <= 32]
 
-    def least_jaccard(self, channel: str) -> float:
-        """From which similarity on records of `channel` are duplicates."""
-        return self.character_jaccard if self.shingle(channel).unit == "character" else self.jaccard
-
     @property
     def signs(self) -> bool:
         """Whether near duplicates are dropped, which takes signatures."""
@@ -97,15 +93,18 @@ class DedupConfig:
             return Shingle("token", self.token_ngram)
         return Shingle("word", self.word_ngram)
 
-    def needed_matches(self, channel: str) -> int:
-        """Equal values of two signatures from which they are duplicates.
+    def needed(self, channel: str) -> tuple[int, float]:
+        """Equal values of two signatures, and length of the shorter text by that of the longer, from which on records
+        of `channel` are duplicates.
 
         The least estimate accepted is two standard deviations below `jaccard`, so that 98 % of the pairs at exactly
-        that similarity are; unequal minima agree in 1 byte of 256.
+        that similarity are; unequal minima agree in 1 byte of 256. Pages of one kind often have the same short
+        shingles, but not the same length.
         """
-        jaccard = self.least_jaccard(channel)
+        is_short = self.shingle(channel).unit == "character"
+        jaccard = self.character_jaccard if is_short else self.jaccard
         accepted = jaccard - 2 * math.sqrt(jaccard * (1 - jaccard) / VALUES)
-        return math.ceil(VALUES * (accepted + (1 - accepted) / 256))
+        return math.ceil(VALUES * (accepted + (1 - accepted) / 256)), 0.9 if is_short else 0.0
 
 
 def jaccard_estimate(matches: int) -> float:

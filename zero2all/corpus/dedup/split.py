@@ -1,132 +1,138 @@
-"""Which records may be held out: those that share no text with a record that stays in training.
+"""Which records are held out: whole clusters of records that share text, so that none of it is in train, too.
 
-A record is a candidate when its key chooses it (`record.py`); in every unit the records with the least keys are too,
-for sources of which no other is left. The anchors of all candidates are looked up in all records. Two records share
-text when they have 16 % of the anchors of the smaller one in common, or 8 % counting only those of at most 16 records
-(others are phrases and boilerplate), and at least two where it has 16 or more. That finds a fifth of one record in
-another. A candidate that shares text with a record in training stays there, and so do the candidates that share text
-with it. Memory: 24 bytes an anchor of the candidates, and a unit's anchors.
+Two records share text when they have 8 % of the anchors of the smaller one in common, and at least two where it has 16
+or more; anchors of more than 64 records are boilerplate and do not count. That finds a fifth of one record in another.
+The search begins at the records that their keys choose, follows the links, and gives up where a cluster grows too
+large. A cluster of n records, of which the least key is k, is held out when n k < `valid_share`: a record alone by
+its key, and one of a large cluster as often. A record of which half is boilerplate is in train, with its cluster.
+
+Where that leaves a source without a quarter of what the keys alone would choose, clusters come next that missed by
+little; then, as where all texts are made of the same phrases, the records with the least keys, and those that share
+text with train are counted. Memory: 25 bytes a document, a unit's anchors, and 24 bytes an anchor that is looked up.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from zero2all.corpus.dedup.index import ANCHORS_NAME, HEADER_BYTES, read_index
+from zero2all.corpus.record import MIN_RECORDS_FOR_VALID
 
-LEAST_RARE, LEAST_SHARED, MOST_RECORDS = 0.08, 0.16, 16
-FEW_ANCHORS = 16
+LEAST_SHARED, MOST_RECORDS, FEW_ANCHORS, BOILERPLATE = 0.08, 64, 16, 0.5
 RESERVE = 16
-"""Records of a unit that are candidates beside those chosen by their keys."""
+"""So many records of each source are looked at beside those their keys choose; clusters of as many are followed."""
+MOST_ROUNDS = 16
 LOW = np.uint64(0xFFFFFFFF)
+TRAIN, HELD_OUT, HELD_OUT_SHARED = 3, 6, 7
+"""What becomes of records that stay. The last: held out, and shares text with train."""
 
 
-class _Candidates(NamedTuple):
-    documents: np.ndarray
-    """(c,) int64, rising."""
-    is_chosen: np.ndarray
-    """(c,) bool: by its key, and not in reserve."""
-    counts: np.ndarray
-    """(c,) int64: different anchors of each."""
-    values: np.ndarray
-    """(n,) uint32: these anchors, sorted."""
-    owners: np.ndarray
-    """(n,) int64: whose each is, as a place in `documents`."""
+def split_records(units: Sequence[Path], sources: Sequence[str], drop: np.ndarray, below: int) -> np.ndarray:
+    """(documents,) uint8: 0 for those that `drop` names, else what becomes of them. `sources` are those of the units."""
+    keys = np.concatenate([np.zeros(0, np.uint64), *(read_index(folder)["key"] for folder in units)])
+    source = np.repeat(np.unique(sources, return_inverse=True)[1], [len(read_index(folder)) for folder in units])
+    in_sources = [np.flatnonzero((source == number) & (drop == 0)) for number in range(len(set(sources)))]
+    by_key = [mine[np.argsort(keys[mine], kind="stable")] for mine in in_sources if len(mine) >= MIN_RECORDS_FOR_VALID]
+    wanted = [max(1, int((keys[mine] < np.uint64(below)).sum())) for mine in by_key]
+    label, is_member, is_explored, is_open = np.arange(len(drop)), *np.zeros((3, len(drop)), np.bool_)
+    for mine, count in zip(by_key, wanted, strict=True):
+        is_member[mine[: max(count, RESERVE)]] = True
+    links = np.zeros((2, 0), np.int64)
+    for _ in range(MOST_ROUNDS):
+        members = np.flatnonzero(is_member)
+        labels, of_member, sizes = np.unique(label[members], return_inverse=True, return_counts=True)
+        score = np.full(len(labels), np.inf)
+        np.minimum.at(score, of_member, keys[members].astype(np.float64))
+        score *= sizes
+        follow = members[~is_explored[members] & ((score < below) | (sizes <= RESERVE))[of_member]]
+        if not len(follow):
+            break
+        found, boilerplate = _links(units, drop, follow)
+        is_explored[follow], is_open[boilerplate], is_member[found[1]] = True, True, True
+        links = np.concatenate([links, found], axis=1)
+        _join(label, *found)
+    is_closed = np.ones(len(labels), np.bool_)
+    is_closed[of_member[is_open[members] | ~is_explored[members]]] = False
+    held_out = np.zeros(len(drop), np.bool_)
+    held_out[members[(is_closed & (score < below))[of_member]]] = True
+    next_best = members[np.argsort(score[of_member], kind="stable")]
+    for mine, count in zip(by_key, wanted, strict=True):
+        spare = next_best[np.isin(next_best, mine) & np.isin(label[next_best], labels[is_closed])]
+        for document in spare.tolist():
+            if held_out[mine].sum() > count // 4:
+                break
+            held_out[members[label[members] == label[document]]] = True
+        if held_out[mine].sum() <= count // 4:
+            held_out[mine[:count]] = True
+    verdict = np.where(drop == 0, np.uint8(TRAIN), np.uint8(0))
+    verdict[held_out] = HELD_OUT
+    verdict[held_out & is_open] = HELD_OUT_SHARED
+    crossing = links[:, held_out[links[0]] != held_out[links[1]]]
+    verdict[crossing[held_out[crossing]]] = HELD_OUT_SHARED
+    return verdict
 
 
-def find_train_only(units: Sequence[Path], drop: np.ndarray, below: int) -> np.ndarray:
-    """(documents,) bool: the records that stay and may not be held out. `drop` says which do not stay."""
-    candidates = _candidates(units, drop, below)
-    documents, is_chosen, values = candidates.documents, candidates.is_chosen, candidates.values
-    records = np.zeros(len(values), np.int32)
-    for _, anchors, rows, _ in _known_anchors(units, drop, values):
-        _, places = np.unique(rows.astype(np.uint64) << np.uint64(32) | anchors, return_index=True)
-        first, end = _places(values, anchors[places])
-        np.add.at(records, _ranges(first, end), 1)
-    in_train = np.zeros(len(documents), np.bool_)
-    pairs = [_shared(candidates, records <= MOST_RECORDS, *unit) for unit in _known_anchors(units, drop, values)]
-    one, other = np.concatenate([np.zeros((2, 0), np.int64), *pairs], axis=1)
-    place = np.minimum(np.searchsorted(documents, other), max(len(documents) - 1, 0))
-    with_train = (documents[place] != other) | ~is_chosen[place] | ~is_chosen[one]
-    moved = -1
-    while moved != (moved := int(in_train.sum())):
-        in_train[one[with_train | in_train[place]]] = True
-    train_only: np.ndarray = drop == 0
-    train_only[documents[~in_train]] = False
-    return train_only
+def _join(label: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
+    """Give linked documents one label, the least of theirs."""
+    while (label[one] != label[other]).any():
+        low = np.minimum(label[one], label[other])
+        np.minimum.at(label, label[one], low)
+        np.minimum.at(label, label[other], low)
+        while (label[label] != label).any():
+            label[:] = label[label]
 
 
-def _shared(
-    candidates: _Candidates, is_rare: np.ndarray, at: int, anchors: np.ndarray, rows: np.ndarray, counts: np.ndarray
-) -> np.ndarray:
-    """(2, n) int64: the pairs of a candidate, by its place, and a document of this unit that share text."""
-    first, end = _places(candidates.values, anchors)
-    at_values = _ranges(first, end)
-    owners, row = candidates.owners[at_values], np.repeat(rows, end - first)
-    pairs, of_pair, common = np.unique(
-        owners.astype(np.uint64) << np.uint64(32) | row.astype(np.uint64), return_inverse=True, return_counts=True
-    )
-    rare = np.bincount(of_pair, weights=is_rare[at_values], minlength=len(pairs))
-    one, row = (pairs >> np.uint64(32)).astype(np.int64), (pairs & LOW).astype(np.int64)
-    fewer = np.minimum(candidates.counts[one], counts[row])
-    needed = np.where(fewer < FEW_ANCHORS, 1, 2)
-    shares = (rare >= np.maximum(needed, np.floor(LEAST_RARE * fewer))) | (
-        common >= np.maximum(needed, np.floor(LEAST_SHARED * fewer))
-    )
-    shares &= candidates.documents[one] != row + at
-    return np.stack([one[shares], row[shares] + at])
+def _links(units: Sequence[Path], drop: np.ndarray, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(2, n) int64: these documents, each with one that shares text with it; and those that are mostly boilerplate."""
+    pairs, all_counts = [np.zeros(0, np.uint64)], np.zeros(len(drop), np.uint32)
+    is_one = np.zeros(len(drop), np.bool_)
+    is_one[documents] = True
+    for at, counts, anchors in _anchors(units):
+        owners = np.repeat(np.arange(at, at + len(counts), dtype=np.uint64), counts)
+        chosen = is_one[owners.astype(np.int64)]
+        pairs.append(np.unique(anchors[chosen].astype(np.uint64) << np.uint64(32) | owners[chosen]))
+        all_counts[at : at + len(counts)] = counts
+    packed = np.sort(np.concatenate(pairs))
+    owners = (packed & LOW).astype(np.int64)
+    values, first, times = np.unique((packed >> np.uint64(32)).astype(np.uint32), return_index=True, return_counts=True)
+    records = np.zeros(len(values), np.int64)
+    for place, _ in _places(units, drop, values):
+        records += np.bincount(place, minlength=len(values))
+    is_rare = records <= MOST_RECORDS
+    found = [np.zeros((2, 0), np.int64)]
+    for place, row in _places(units, drop, values):
+        place, row = place[is_rare[place]], row[is_rare[place]]
+        repeats = times[place]
+        at_owner = np.repeat(first[place] - np.cumsum(repeats) + repeats, repeats) + np.arange(repeats.sum())
+        both = owners[at_owner].astype(np.uint64) << np.uint64(32) | np.repeat(row, repeats).astype(np.uint64)
+        both, shared = np.unique(both, return_counts=True)
+        one, other = (both >> np.uint64(32)).astype(np.int64), (both & LOW).astype(np.int64)
+        fewer = np.minimum(all_counts[one], all_counts[other])
+        enough = shared >= np.maximum(np.where(fewer < FEW_ANCHORS, 1, 2), np.floor(LEAST_SHARED * fewer))
+        found.append(np.stack([one, other])[:, enough & (one != other)])
+    own, which = np.unique(owners, return_inverse=True)
+    share = np.bincount(which, weights=~np.repeat(is_rare, times)) / np.maximum(np.bincount(which), 1)
+    return np.concatenate(found, axis=1), own[share >= BOILERPLATE]
 
 
-def _candidates(units: Sequence[Path], drop: np.ndarray, below: int) -> _Candidates:
-    documents, is_chosen, pairs = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)], [np.zeros(0, np.uint64)]
-    candidates = 0
-    for folder, at, counts, anchors in _anchors(units):
-        keys = np.array(read_index(folder)["key"])
-        stays = np.flatnonzero(drop[at : at + len(counts)] == 0)
-        chosen = keys < np.uint64(below)
-        is_candidate = np.zeros(len(counts), np.bool_)
-        is_candidate[stays] = chosen[stays]
-        is_candidate[stays[np.argsort(keys[stays])[:RESERVE]]] = True
-        rows = np.flatnonzero(is_candidate)
-        owners = np.repeat(np.arange(len(rows)) + candidates, counts[rows]).astype(np.uint64)
-        pairs.append(anchors[np.repeat(is_candidate, counts)].astype(np.uint64) << np.uint64(32) | owners)
-        documents.append(rows + at)
-        is_chosen.append(chosen[rows])
-        candidates += len(rows)
-    all_pairs = np.unique(np.concatenate(pairs))
-    values, of_value = (all_pairs >> np.uint64(32)).astype(np.uint32), (all_pairs & LOW).astype(np.int64)
-    counts = np.bincount(of_value, minlength=candidates)
-    return _Candidates(np.concatenate(documents), np.concatenate(is_chosen), counts, values, of_value)
-
-
-def _known_anchors(
-    units: Sequence[Path], drop: np.ndarray, values: np.ndarray
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """For each unit its first document; the anchors that may be among `values`, their rows; how many each row has."""
+def _places(units: Sequence[Path], drop: np.ndarray, values: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each unit where in `values` the anchors of its documents are, each once, and the documents."""
     known = np.zeros(1 << 24, np.bool_)
     known[values >> np.uint32(8)] = True
-    for _, at, counts, anchors in _anchors(units):
+    for at, counts, anchors in _anchors(units):
         hits = np.flatnonzero(known[anchors >> np.uint32(8)] & np.repeat(drop[at : at + len(counts)] == 0, counts))
-        yield at, anchors[hits], np.repeat(np.arange(len(counts)), counts)[hits], counts
+        place = np.searchsorted(values, anchors[hits])
+        rows = np.repeat(np.arange(at, at + len(counts)), counts)[hits]
+        is_equal = values[np.minimum(place, len(values) - 1)] == anchors[hits]
+        both = np.unique(place[is_equal].astype(np.uint64) << np.uint64(32) | rows[is_equal].astype(np.uint64))
+        yield (both >> np.uint64(32)).astype(np.int64), (both & LOW).astype(np.int64)
 
 
-def _anchors(units: Sequence[Path]) -> Iterator[tuple[Path, int, np.ndarray, np.ndarray]]:
-    """Each unit, its first document, how many anchors each of its records has, and all of them."""
+def _anchors(units: Sequence[Path]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Of each unit its first document, how many anchors each of its records has, and all of them."""
     at = 0
     for folder in units:
         counts = read_index(folder)["anchors"].astype(np.int64)
-        yield folder, at, counts, np.fromfile(folder / ANCHORS_NAME, np.uint32, offset=HEADER_BYTES)
+        yield at, counts, np.fromfile(folder / ANCHORS_NAME, np.uint32, offset=HEADER_BYTES)
         at += len(counts)
-
-
-def _places(values: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each anchor begins and ends in `values`."""
-    return np.searchsorted(values, anchors, side="left"), np.searchsorted(values, anchors, side="right")
-
-
-def _ranges(first: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """All numbers from each `first` to its `end`."""
-    times = end - first
-    return np.repeat(first - np.cumsum(times) + times, times) + np.arange(times.sum())

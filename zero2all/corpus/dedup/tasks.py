@@ -90,8 +90,8 @@ class CompareTask(NamedTuple):
     units: tuple[Path, ...]
     first_ids: tuple[int, ...]
     steps: Path
-    needed: tuple[int, ...]
-    """Equal values from which records of each unit are duplicates; of two units, the larger."""
+    needed: tuple[tuple[int, float], ...]
+    """`DedupConfig.needed` of each unit; of two units, the larger."""
 
 
 def split_digests(chunk: Chunk) -> None:
@@ -270,8 +270,12 @@ def compare_pairs(task: CompareTask) -> str:
         first, second = np.searchsorted(documents, one), np.searchsorted(documents, two)
         matches = np.empty(len(some), np.uint8)
         of_document = np.array(task.needed)[np.searchsorted(task.first_ids, documents, side="right") - 1]
-        needed = np.maximum(of_document[first], of_document[second])
-        kernels.compare(_signatures_of(documents, task.units, task.first_ids), first, second, matches, needed)
+        needed, part = np.maximum(of_document[first], of_document[second]).T
+        lengths = lookup(task.steps / LENGTHS_NAME, documents)
+        one, two = lengths[first], lengths[second]
+        needed[np.minimum(one, two) < part * np.maximum(one, two)] = VALUES + 1
+        signatures = _signatures_of(documents, task.units, task.first_ids)
+        kernels.compare(signatures, first, second, matches, needed.astype(np.int64))
         edges.append(some[matches > 0])
         edge_matches.append(matches[matches > 0])
     write_npy(matches_of(task.steps / name), np.concatenate(edge_matches))
