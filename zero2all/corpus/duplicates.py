@@ -149,7 +149,7 @@ def search_duplicates(
         verdict[contaminated] = BENCHMARK
         write_json(folder / BENCHMARKS_NAME, report)
     if config.passages.min_chars is not None:
-        verdict[cut_passages(units, first_ids, verdict, config.passages, folder, engine)] = REPEATED
+        verdict[cut_passages(units, first_ids, verdict, config.passages.min_chars, folder, engine)] = REPEATED
     if config.near != "off" and valid_share:
         verdict += split_records(units, owners, verdict, int(valid_share * (1 << 64)))
     for number, (first, end) in enumerate(pairwise(first_ids)):

@@ -31,9 +31,8 @@ class Passages:
 
     min_chars: int | None = None
     """Passages of at least so many characters, equal character for character, are cut out of all records but the first.
-    None: they stay. Costs about as much time as the rest of the build."""
-    least_left: int = 50
-    """A record of which fewer characters are left is dropped."""
+    None: they stay. Costs about as much time as the rest of the build. A record
+    of which fewer than 50 characters are left is dropped."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,9 @@ class DedupConfig:
         found += [f"{name} is {value}; expected 0.3 to 1" for name, value in least.items() if not 0.3 <= value <= 1]
         if self.bands < 1 or self.rows < 1 or self.bands * self.rows > VALUES:
             found.append(f"bands x rows is {self.bands} x {self.rows}; expected a product of 1 to {VALUES}")
-        shortest, left = self.passages.min_chars, self.passages.least_left
+        shortest = self.passages.min_chars
         if shortest is not None and not 20 <= shortest <= 1 << 20:
             found.append(f"passages.min_chars is {shortest}; expected 20 to {1 << 20}")
-        if shortest is not None and not 0 <= left <= shortest:
-            found.append(f"passages.least_left is {left}; expected 0 to min_chars, {shortest}")
         lengths = {name: getattr(self, name) for name in ("character_ngram", "word_ngram", "token_ngram")}
         return found + [f"{name} is {n}; expected 1 to 32" for name, n in lengths.items() if not 1 <= n <= 32]
 

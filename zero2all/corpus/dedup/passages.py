@@ -1,27 +1,26 @@
 """Passages that stand in the text before: every run of at least `min_chars` characters, equal character for character.
 
-    anchors   of each window of `min_chars` characters, the least hash of the shorter runs in it (winnowing) and where
-              it is; equal windows have equal ones, at the same place within them
+    anchors   of each window of `min_chars` characters, the least hash of the runs of half the length in it (winnowing)
+              and where it is; equal windows have equal ones, at the same place within them
     windows   the 128-bit hash and the place of every window whose anchor occurs more than once
     cut       the windows that occurred earlier, in the order of the corpus, are cut out; what is left is joined by a
-              line break, and a record of which fewer than `least_left` characters are left is dropped
+              line break, and a record of which fewer than 50 characters are left is dropped
 
-Both lists are sorted on disk, in parts, as the digests of exact duplicates are (`tasks.py`). A task takes about
-`memory_bytes`, or 90 bytes a character of its longest text. On disk, while it runs: 24 bytes an anchor (about one in
-min_chars / 4 characters) and 24 a repeated character.
+Both lists are sorted on disk, in parts, as the digests of exact duplicates are (`tasks.py`). Runs are hashed by
+differences of sums of powers. A task takes about `MEMORY_BYTES`, or 100 bytes a character of its longest text. On
+disk, while it runs: 24 bytes an anchor (about one in min_chars / 4 characters) and 24 a repeated character.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import TaskEngine
 from zero2all.common.files import read_json, staged_folder, write_json
-from zero2all.corpus.dedup.config import Passages
 from zero2all.corpus.dedup.index import (
     INDEX,
     INDEX_NAME,
@@ -35,11 +34,13 @@ from zero2all.corpus.dedup.tasks import PartTask, part_tasks, read_parts, write_
 from zero2all.corpus.record import encode_record
 from zero2all.corpus.segments import LAYOUT_NAME, RECORDS_NAME
 
-COLUMNS = ("high", "low", "place")
-ENTRY = np.dtype([(name, "<u8") for name in COLUMNS])
+ENTRY = np.dtype([(name, "<u8") for name in ("high", "low", "place")])
 """place: document << 32 | character."""
+BASES = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+LOW, HIGH = np.uint64(0xFFFFFFFF), np.uint64(0xFFFFFFFF << 32)
 MEMORY_BYTES = 128 << 20
-DROP_NAME, LIST_NAME, VERDICT_NAME = "drop.npy", "files-{stage}-{number:05d}.json", "verdict.npy"
+LEAST_LEFT = 50
+DROP_NAME, VERDICT_NAME = "drop.npy", "verdict.npy"
 
 
 class PassageTask(NamedTuple):
@@ -51,11 +52,10 @@ class PassageTask(NamedTuple):
     first_id: int
     steps: Path
     length: int
-    least_left: int
     memory_bytes: int
-    places: tuple[Path, ...] = ()
+    places: tuple[Path, ...]
     """What the stage before found, sorted."""
-    target: Path = Path()
+    target: Path
 
 
 def cut_folder(work: Path, unit: int) -> Path:
@@ -64,52 +64,84 @@ def cut_folder(work: Path, unit: int) -> Path:
 
 
 def cut_passages(
-    units: Sequence[Path], first_ids: Sequence[int], drop: np.ndarray, config: Passages, work: Path, engine: TaskEngine
+    units: Sequence[Path], first_ids: Sequence[int], drop: np.ndarray, length: int, work: Path, engine: TaskEngine
 ) -> np.ndarray:
     """Write the `cut_folder` of every unit; (documents,) bool: of which too little is left. Those that `drop` names are
     not looked at."""
-    steps, length = work / "passages", config.min_chars or 0
+    steps = work / "passages"
     steps.mkdir(exist_ok=True)
     write_npy(steps / DROP_NAME, drop)
     places: tuple[Path, ...] = ()
-    for stage in ("anchors", "windows"):
+    for stage in ("anchors", "windows", "cut"):
         tasks = [
-            PassageTask(stage, number, folder, first, steps, length, config.least_left, MEMORY_BYTES, places)
+            PassageTask(stage, number, folder, first, steps, length, MEMORY_BYTES, places, cut_folder(work, number))
             for number, (folder, first) in enumerate(zip(units, first_ids, strict=False))
         ]
-        files = [steps / name for names in _in_order(engine.run(split_passages, tasks)) for name in names]
-        parts = part_tasks(files, 4 * ENTRY.itemsize, steps, MEMORY_BYTES)
-        places = tuple(_in_order(engine.run(group_places, parts)))
-    tasks = [task._replace(places=places, target=cut_folder(work, task.number)) for task in tasks]
-    lost = [np.load(folder / VERDICT_NAME) for folder in _in_order(engine.run(cut_unit, tasks))]
+        if stage != "cut":
+            files = [steps / name for _, names in sorted(engine.run(split_passages, tasks)) for name in names]
+            parts = part_tasks(files, 4 * ENTRY.itemsize, steps, MEMORY_BYTES)
+            places = tuple(path for _, path in sorted(engine.run(group_places, parts)))
+    lost = [np.load(folder / VERDICT_NAME) for _, folder in sorted(engine.run(cut_unit, tasks))]
     shutil.rmtree(steps)
     return np.concatenate([np.zeros(0, np.bool_), *lost])
 
 
-def _in_order(done: Iterable[tuple[int, Any]]) -> list[Any]:
-    return [result for _, result in sorted(done, key=lambda pair: pair[0])]
-
-
 def split_passages(task: PassageTask) -> list[str]:
     """The anchors or windows of a unit, in files cut into parts; returns their names."""
-    from zero2all.corpus.dedup.text_kernels import find_passages
-
-    done = task.steps / LIST_NAME.format(stage=task.stage, number=task.number)
+    done = task.steps / f"files-{task.stage}-{task.number:05d}.json"
     if done.exists():
         return list(read_json(done))
     names: list[str] = []
     for documents, points, offsets in _batches(task):
-        first, end = int(documents[0]) << 32, (int(documents[-1]) + 1) << 32
-        repeated = _places(task, first, end)
-        columns = [np.empty(len(points), np.uint64) for _ in COLUMNS]
-        count = find_passages(points, offsets, documents, task.length, task.stage == "windows", repeated, *columns)
-        entries = np.empty(count, ENTRY)
-        for name, column in zip(COLUMNS, columns, strict=True):
-            entries[name] = column[:count]
         names.append(f"{task.stage}-{task.number:05d}-{len(names):04d}.npy")
-        write_parts(task.steps / names[-1], entries)
+        write_parts(task.steps / names[-1], _find(task, documents, points, offsets))
     write_json(done, names)
     return names
+
+
+def _find(task: PassageTask, documents: np.ndarray, points: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """The anchors of all windows; or, in the second stage, the windows whose anchor is known to be repeated."""
+    size = np.diff(offsets)
+    starts = np.arange(max(len(points) - task.length + 1, 0))
+    owner = np.repeat(np.arange(len(size)), size)
+    starts = starts[owner[starts] == owner[starts + task.length - 1]]
+    if not len(starts):
+        return np.empty(0, ENTRY)
+    place = (documents << np.uint64(32))[owner] + (np.arange(len(points)) - offsets[owner]).astype(np.uint64)
+    short = task.length // 2
+    grams = _hashes(points, short, BASES[0])
+    anchors = (_least(grams & HIGH | np.arange(len(grams), dtype=np.uint64), task.length - short + 1) & LOW)[starts]
+    if task.stage == "anchors":
+        kept = np.unique(anchors)
+        columns = grams[kept], np.zeros(len(kept), np.uint64), place[kept]
+    else:
+        first, end = int(documents[0]) << 32, (int(documents[-1]) + 1) << 32
+        kept = starts[np.isin(place[anchors], _places(task, first, end))]
+        columns = *(_hashes(points, task.length, base)[kept] for base in BASES), place[kept]
+    entries = np.empty(len(kept), ENTRY)
+    for name, column in zip(ENTRY.names or (), columns, strict=True):
+        entries[name] = column
+    return entries
+
+
+def _hashes(points: np.ndarray, length: int, base: int) -> np.ndarray:
+    """The hash of every run of `length` characters."""
+    powers = np.cumprod(np.full(len(points), base, np.uint64))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum((points + np.uint64(1)) * powers)])
+    found: np.ndarray = sums[length:] - sums[:-length]
+    found *= np.cumprod(np.full(len(found), pow(base, -1, 1 << 64), np.uint64))
+    for shift, factor in ((32, 0xFF51AFD7ED558CCD), (29, 0xC4CEB9FE1A85EC53), (32, 1)):
+        found ^= found >> np.uint64(shift)
+        found *= np.uint64(factor)
+    return found
+
+
+def _least(values: np.ndarray, window: int) -> np.ndarray:
+    """The least of every `window` consecutive values."""
+    size = 1
+    while 2 * size <= window:
+        values, size = np.minimum(values[:-size], values[size:]), 2 * size
+    return np.minimum(values[: len(values) - window + size], values[window - size :])
 
 
 def group_places(task: PartTask) -> Path:
@@ -138,7 +170,7 @@ def cut_unit(task: PassageTask) -> Path:
     first = task.first_id
     places = _places(task, first << 32, (first + len(index)) << 32)
     owners = (places >> np.uint64(32)).astype(np.int64) - first
-    starts = (places & np.uint64(0xFFFFFFFF)).astype(np.int64)
+    starts = (places & LOW).astype(np.int64)
     borders = np.searchsorted(owners, np.arange(len(index) + 1))
     lost = np.zeros(len(index), np.bool_)
     with staged_folder(target) as partial:
@@ -147,7 +179,7 @@ def cut_unit(task: PassageTask) -> Path:
                 if borders[row] < borders[row + 1]:
                     record = jsonio.loads(line)
                     text = _without(record["content"], starts[borders[row] : borders[row + 1]], task.length)
-                    lost[row] = len(text) < task.least_left
+                    lost[row] = len(text) < LEAST_LEFT
                     if not lost[row]:
                         record["content"] = text
                         line = encode_record(**record)

@@ -22,7 +22,6 @@ CHARACTER, WORD, TOKEN = range(3)
 UNIT_MODES = {"character": CHARACTER, "word": WORD, "token": TOKEN}
 
 TEXT = types.Array(uint8, 1, "C", readonly=True)
-POINTS = types.Array(uint32, 1, "C", readonly=True)
 OFFSETS = types.Array(int64, 1, "C", readonly=True)
 BYTES_1D = types.Array(uint8, 1, "C")
 BYTES_2D = types.Array(uint8, 2, "C")
@@ -342,86 +341,3 @@ def collapse_spaces(
         if put > start and after_space:
             put -= 1
         ends[number] = put
-
-
-@njit(
-    int64(POINTS, int64[::1], uint64[::1], int64, types.boolean, uint64[::1], uint64[::1], uint64[::1], uint64[::1]),
-    cache=True,
-    nogil=True,
-)
-def find_passages(
-    points: np.ndarray,
-    offsets: np.ndarray,
-    documents: np.ndarray,
-    length: int,
-    of_windows: bool,
-    repeated: np.ndarray,
-    high: np.ndarray,
-    low: np.ndarray,
-    places: np.ndarray,
-) -> int:
-    """Hashes and places of the anchors of all windows of `length` characters; or, with `of_windows`, of the windows
-    themselves whose anchor stands at one of the places in `repeated`. Returns how many.
-
-    The anchor is the last of the runs of half the length with the least hash, so it follows from the window alone.
-    """
-    gram = length // 2
-    window = length - gram + 1
-    leave_gram = leave_one = leave_two = np.uint64(1)
-    for at in range(length):
-        if at < gram:
-            leave_gram *= BASE
-        leave_one *= BASE
-        leave_two *= WORD_BASE
-    longest = np.int64(0)
-    for number in range(documents.size):
-        longest = max(longest, offsets[number + 1] - offsets[number])
-    grams = np.empty(longest, np.uint64)
-    put = 0
-    known = 0
-    for number in range(documents.size):
-        begin = offsets[number]
-        run = one = two = np.uint64(0)
-        last = -1
-        follows = False
-        for at in range(offsets[number + 1] - begin):
-            point = np.uint64(points[begin + at]) + np.uint64(1)
-            run = run * BASE + point
-            if at >= gram:
-                run -= (np.uint64(points[begin + at - gram]) + np.uint64(1)) * leave_gram
-            if of_windows:
-                one = one * BASE + point
-                two = two * WORD_BASE + point
-                if at >= length:
-                    left = np.uint64(points[begin + at - length]) + np.uint64(1)
-                    one -= left * leave_one
-                    two -= left * leave_two
-            if at < gram - 1:
-                continue
-            here = at - gram + 1
-            grams[here] = _mix(run)
-            is_new = last < 0 or grams[here] <= grams[last] or here - last >= window
-            if last < 0 or grams[here] <= grams[last]:
-                last = here
-            elif is_new:
-                last = here
-                for other in range(here - 1, here - window, -1):
-                    if grams[other] < grams[last]:
-                        last = other
-            start = at - length + 1
-            if start < 0:
-                continue
-            is_new = is_new or start == 0
-            place = documents[number] << np.uint64(32)
-            anchor = place | np.uint64(last)
-            if of_windows and is_new:
-                while known < repeated.size and repeated[known] < anchor:
-                    known += 1
-                follows = known < repeated.size and repeated[known] == anchor
-            if of_windows and follows:
-                high[put], low[put], places[put] = _mix(one), _mix(two), place | np.uint64(start)
-                put += 1
-            elif is_new and not of_windows:
-                high[put], low[put], places[put] = grams[last], np.uint64(0), anchor
-                put += 1
-    return put
