@@ -101,7 +101,7 @@ class DedupConfig:
         is_short = self.shingle(channel).unit == "character"
         jaccard = self.character_jaccard if is_short else self.jaccard
         accepted = jaccard - 2 * math.sqrt(jaccard * (1 - jaccard) / VALUES)
-        return math.ceil(VALUES * (accepted + (1 - accepted) / 256)), 0.9 if is_short else 0.0
+        return math.ceil(VALUES * (accepted + (1 - accepted) / 256)), 0.89 if is_short else 0.0
 
 
 def jaccard_estimate(matches: int) -> float:

@@ -4,7 +4,8 @@ Two records share text when they have 8 % of the anchors of the smaller one in c
 or more; anchors of more than 64 records are boilerplate and do not count. That finds a fifth of one record in another.
 The search begins at the records that their keys choose, follows the links, and gives up where a cluster grows too
 large. A cluster of n records, of which the least key is k, is held out when n k < `valid_share`: a record alone by
-its key, and one of a large cluster as often. A record of which half is boilerplate is in train, with its cluster.
+its key, and one of a large cluster as often. In train are clusters of more records than are to be held out, and those
+with a record of which half is boilerplate.
 
 Where that leaves a source without a quarter of what the keys alone would choose, clusters come next that missed by
 little; then, as where all texts are made of the same phrases, the records with the least keys, and those that share
@@ -52,13 +53,13 @@ def split_records(units: Sequence[Path], sources: Sequence[str], drop: np.ndarra
         is_explored[follow], is_open[boilerplate], is_member[found[1]] = True, True, True
         links = np.concatenate([links, found], axis=1)
         _join(label, *found)
-    is_closed = np.ones(len(labels), np.bool_)
+    is_closed = sizes <= sum(wanted)
     is_closed[of_member[is_open[members] | ~is_explored[members]]] = False
     held_out = np.zeros(len(drop), np.bool_)
     held_out[members[(is_closed & (score < below))[of_member]]] = True
     next_best = members[np.argsort(score[of_member], kind="stable")]
     for mine, count in zip(by_key, wanted, strict=True):
-        spare = next_best[np.isin(next_best, mine) & np.isin(label[next_best], labels[is_closed])]
+        spare = next_best[np.isin(next_best, mine) & np.isin(label[next_best], labels[is_closed & (sizes <= count)])]
         for document in spare.tolist():
             if held_out[mine].sum() > count // 4:
                 break
