@@ -107,7 +107,7 @@ def test_page_follows_the_language(monkeypatch):
     facts["reading_notes"] = ["a.tar: a tar is read by one worker; resuming skips what was read"]
     facts["replaced"] = {"characters": 2, "records": 1}
     report = whole_report({"a": source_report(**facts), "b": source_report(**facts)})
-    report["notes"] = ["near duplicates were not looked for: train may hold slightly changed copies of valid records"]
+    report["notes"] = ["near duplicates were not looked for: train may hold changed copies and parts of valid records"]
     page = Page(report_html(report))
     shown = [page.words, *(value or "" for name, value in page.attributes if name in ("title", "aria-label"))]
     assert [found[0] for text in shown for found in re.finditer(r"[a-z]{2,}(?: [a-z]+){2,}", text)] == []

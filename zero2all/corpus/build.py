@@ -219,16 +219,16 @@ class _Build:
             if not self.is_settled:
                 self._find_channels(self._ingest(engine, self.plans))
             folder = self.work / self.dedup_inputs
-            duplicates = read_duplicates(folder) if self.dedups else None
+            duplicates = read_duplicates(folder, [part.name for part in self.stale])
             needed = self.stale if duplicates is not None or not self.dedups else self.parts
             plans = [plan for plan in self.plans if any(part.plan is plan for part in needed)]
             read = self._ingest(engine, plans)
             segments = {part.name: segments_of(part, read[part.plan.name]) for part in needed}
             require_usable(self.corpus_folder, needed, segments, read, self.options)
-            if self.dedups and duplicates is None:
+            if duplicates is None:
                 sources = [
                     SourceSegments(part.name, part.number, segments[part.name], part.channel, part.plan.template)
-                    for part in self.parts
+                    for part in needed
                 ]
                 with progress("dedup", total=None, unit="tasks") as bar:
                     dedup, valid_share = self.options.dedup, self.options.valid_share
@@ -267,7 +267,7 @@ class _Build:
         engine: TaskEngine,
         segments: dict[str, list[Segment]],
         read: dict[str, list[Segment]],
-        duplicates: Duplicates | None,
+        duplicates: Duplicates,
     ) -> None:
         """Write the stale sources. From here on the corpus of the last build is no longer whole."""
         for name in (REPORT_NAME, REPORT_HTML_NAME, CLUSTERS_NAME, BENCHMARKS_NAME):

@@ -87,14 +87,12 @@ class Duplicates:
     first_documents: Sequence[int]
     """Number of the first document of each segment."""
 
-    def drop_path(self, source: str, segment: int) -> Path:
-        """The list of a segment: a byte for each kept record, 0 where it stays."""
-        return self.folder / VERDICT_NAME.format(segment=self.first_segment[source] + segment)
-
-    def records_folder(self, source: str, segment: int, folder: Path) -> Path:
-        """Where the records of a segment stand without repeated passages; its own folder where none were looked for."""
-        cut = cut_folder(self.folder, self.first_segment[source] + segment)
-        return cut if cut.is_dir() else folder
+    def files_of(self, source: str, segment: int, folder: Path) -> tuple[Path, Path]:
+        """What becomes of each record of a segment, a byte for each; and where they stand without repeated passages, or
+        its own folder where none were looked for."""
+        number = self.first_segment[source] + segment
+        cut = cut_folder(self.folder, number)
+        return self.folder / VERDICT_NAME.format(segment=number), cut if cut.is_dir() else folder
 
     def first_document(self, source: str, segment: int) -> int:
         """Number of the first record of a segment over all sources."""
@@ -113,13 +111,14 @@ class Duplicates:
         return found
 
 
-def read_duplicates(folder: Path) -> Duplicates | None:
-    """The outcome of a search that was finished; None when it was not."""
+def read_duplicates(folder: Path, sources: Sequence[str]) -> Duplicates | None:
+    """The outcome of a search that was finished; None when it was not, or without one of these sources."""
     try:
         found = read_json(folder / FOUND_NAME)
     except FileNotFoundError:
         return None
-    return Duplicates(folder, found["first_segment"], found["first_documents"])
+    is_whole = all(name in found["first_segment"] for name in sources)
+    return Duplicates(folder, found["first_segment"], found["first_documents"]) if is_whole else None
 
 
 def search_duplicates(
@@ -150,8 +149,7 @@ def search_duplicates(
         write_json(folder / BENCHMARKS_NAME, report)
     if config.passages.min_chars is not None:
         verdict[cut_passages(units, first_ids, verdict, config.passages.min_chars, folder, engine)] = REPEATED
-    if config.near != "off" and valid_share:
-        verdict += split_records(units, owners, verdict, int(valid_share * (1 << 64)))
+    verdict += split_records(units, owners, verdict, int(valid_share * (1 << 64)), config.near != "off")
     for number, (first, end) in enumerate(pairwise(first_ids)):
         write_npy(folder / VERDICT_NAME.format(segment=number), verdict[first:end])
     first_segment = {name: owners.index(name) for name in dict.fromkeys(owners)}

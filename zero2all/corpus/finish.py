@@ -24,9 +24,9 @@ from zero2all.common.manifest import write_manifest
 from zero2all.common.records import ORIGINS_NAME, SPLITS, iter_records
 from zero2all.corpus.channels import SCRIPTS
 from zero2all.corpus.dedup.index import read_index
-from zero2all.corpus.dedup.split import HELD_OUT, HELD_OUT_SHARED, TRAIN
+from zero2all.corpus.dedup.split import HELD_OUT, HELD_OUT_SHARED
 from zero2all.corpus.duplicates import DROP_REASONS, REPEATED, Duplicates, SourceSegments
-from zero2all.corpus.record import ORDINAL_BITS, Split, choose_split, make_gid, numbered, numbers_bytes
+from zero2all.corpus.record import ORDINAL_BITS, make_gid, numbered, numbers_bytes
 from zero2all.corpus.report import EXAMPLE_CHARS, LENGTH_BUCKETS, Tally, check_identity
 from zero2all.corpus.segments import (
     DROPPED_NAME,
@@ -49,8 +49,8 @@ class SegmentRows(NamedTuple):
     """Consecutive rows of one segment."""
 
     folder: Path
-    drops: Path | None
-    """The list of dedup for this segment: a byte per record, 0 where it stays. None: all stay."""
+    verdicts: Path
+    """A byte per record of this segment: what becomes of it."""
     first_ordinal: int
     """Ordinal of the segment's first item in its source."""
     start: int = 0
@@ -65,7 +65,6 @@ class RecordShardTask:
     shard_format: str
     source_number: int
     held_out: bool
-    split: Split
     template: str
     """Makes the text of a plain text shard."""
     ranges: list[SegmentRows] = field(default_factory=list)
@@ -89,7 +88,7 @@ def _lines_of(task: RecordShardTask) -> Iterator[list[bytes]]:
     """The numbered lines of a shard, some at a time."""
     for row_range in task.ranges:
         rows = _Rows(row_range)
-        chosen = np.flatnonzero(rows.keep & (task.split.is_valid(rows.keys) == task.held_out))
+        chosen = np.flatnonzero(rows.keep & (rows.is_valid == task.held_out))
         for some, lines in rows.read(chosen):
             pairs = zip(lines, rows.ordinals[some].tolist(), strict=True)
             batch = [numbered(line, task.source_number, ordinal) for line, ordinal in pairs]
@@ -119,21 +118,19 @@ class _Rows:
     """The kept records of a segment, or a range of them."""
 
     def __init__(self, row_range: SegmentRows) -> None:
-        self.folder, drops, first_ordinal, start, end = row_range
+        self.folder, verdicts, first_ordinal, start, end = row_range
         folder = self.folder
         index = read_index(folder)[start:end]
         layout = np.load(folder / LAYOUT_NAME)
         self.text_bytes = index["text_bytes"].astype(np.int64)
-        self.keys = index["key"].astype(np.uint64)
         self.ordinals = index["ordinal"].astype(np.int64) + first_ordinal
         self.line_bytes = layout["line_bytes"].astype(np.int64)[start:end]
         self.scripts = layout["script"][start:end]
         before = int(layout["line_bytes"][:start].sum(dtype=np.int64))
         self.offsets = before + np.cumsum(self.line_bytes) - self.line_bytes
-        self.drops = np.load(drops)[start:end] if drops is not None else np.zeros(len(index), np.uint8)
-        self.keep = ~np.isin(self.drops, list(DROP_REASONS))
-        self.keys[self.drops == TRAIN] = np.iinfo(np.uint64).max
-        self.keys[(self.drops == HELD_OUT) | (self.drops == HELD_OUT_SHARED)] = 0
+        self.verdicts = np.load(verdicts)[start:end]
+        self.keep = ~np.isin(self.verdicts, list(DROP_REASONS))
+        self.is_valid = np.isin(self.verdicts, (HELD_OUT, HELD_OUT_SHARED))
 
     def read(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, list[bytes]]]:
         """Some rows, in order, a batch at a time: which they are, and their lines."""
@@ -164,7 +161,7 @@ class SourceFinish:
         source: SourceSegments,
         final: Path,
         work: Path,
-        duplicates: Duplicates | None,
+        duplicates: Duplicates,
         options: BuildOptions,
         template: str,
     ) -> None:
@@ -177,21 +174,21 @@ class SourceFinish:
         self.script_bytes = np.zeros(len(SCRIPTS), np.int64)
         self._first_ordinals = first_ordinals(self.segments)
         self.cut_records = self.shared_with_train = 0
-        self._split = self._count()
+        self._count()
         self.tasks = self._plan()
         self.facts: dict[str, dict[str, Any]] = {}
 
-    def _count(self) -> Split:
-        """Count what stays and what goes; how the source is split follows from what stays."""
+    def _count(self) -> None:
+        """Count what stays and what goes."""
         for number in range(len(self.segments)):
             rows = self._rows(number)
             for value, reason in DROP_REASONS.items():
-                dropped = rows.drops == value
+                dropped = rows.verdicts == value
                 self.tally.drop_kept(reason, int(dropped.sum()), int(rows.text_bytes[dropped].sum()))
             cut = read_index(self.segments[number].folder)["text_bytes"] - rows.text_bytes
             self.tally.drop_kept(DROP_REASONS[REPEATED], 0, int(cut.sum()))
             self.cut_records += int((cut > 0).sum())
-            self.shared_with_train += int((rows.drops == HELD_OUT_SHARED).sum())
+            self.shared_with_train += int((rows.verdicts == HELD_OUT_SHARED).sum())
             text_bytes = rows.text_bytes[rows.keep]
             scripts = rows.scripts[rows.keep]
             buckets = np.log2(np.maximum(text_bytes, 1)).astype(np.int64)
@@ -204,17 +201,14 @@ class SourceFinish:
                 f"source {self.source.name}: the index has {found[0]} records of {found[1]} bytes, the counts say "
                 f"{self.tally.records_kept} and {self.tally.bytes_kept}. This is a bug in the corpus stage."
             )
-        kept = (rows.keys[rows.keep] for rows in map(self._rows, range(len(self.segments))))
-        return choose_split(self.options.valid_share, kept)
 
     def _plan(self) -> list[RecordShardTask]:
         shards: dict[str, list[RecordShardTask]] = {name: [] for name in SPLITS}
         for number in range(len(self.segments)):
             rows = self._rows(number)
             lengths = rows.line_bytes + numbers_bytes(self.source.number, rows.ordinals)
-            is_valid = self._split.is_valid(rows.keys)
             for name, planned in shards.items():
-                chosen = np.flatnonzero(rows.keep & (is_valid == (name == "valid")))
+                chosen = np.flatnonzero(rows.keep & (rows.is_valid == (name == "valid")))
                 self._add_to_shards(planned, name, number, chosen, np.cumsum(lengths[chosen]))
         return [task for planned in shards.values() for task in planned]
 
@@ -228,7 +222,7 @@ class SourceFinish:
             end = int(np.searchsorted(sums, before + room, side="right"))
             if end <= at and (not shards or shards[-1].records):
                 path = self.work / split / shard_name(len(shards), self.options.format)
-                task = (path, self.options.format, self.source.number, split == "valid", self._split, self.template)
+                task = (path, self.options.format, self.source.number, split == "valid", self.template)
                 shards.append(RecordShardTask(*task))
                 continue
             end = max(end, at + 1)  # a record above the size of a shard has one to itself
@@ -281,11 +275,8 @@ class SourceFinish:
 
     def _all_rows(self, number: int) -> SegmentRows:
         """All rows of a segment."""
-        name, folder = self.source.name, self.segments[number].folder
-        if self.duplicates is None:
-            return SegmentRows(folder, None, self._first_ordinals[number])
-        drops, folder = self.duplicates.drop_path(name, number), self.duplicates.records_folder(name, number, folder)
-        return SegmentRows(folder, drops, self._first_ordinals[number])
+        verdicts, folder = self.duplicates.files_of(self.source.name, number, self.segments[number].folder)
+        return SegmentRows(folder, verdicts, self._first_ordinals[number])
 
     def _write_samples(self) -> dict[str, list[str]]:
         """`dropped/RULE.jsonl`: the first samples of each rule over the whole source; returns a few of each."""
@@ -323,12 +314,12 @@ class SourceFinish:
                 yield {"gid": make_gid(self.source.number, ordinal), **sample}
 
     def _duplicate_samples(self, number: int, counts: Counter[str]) -> Iterator[dict[str, Any]]:
-        if self.duplicates is None or all(counts[reason] >= SAMPLES_PER_RULE for reason in DROP_REASONS.values()):
+        if all(counts[reason] >= SAMPLES_PER_RULE for reason in DROP_REASONS.values()):
             return
         rows = self._rows(number)
         first = self.duplicates.first_document(self.source.name, number)
         for value, reason in DROP_REASONS.items():
-            wanted = np.flatnonzero(rows.drops == value)[: SAMPLES_PER_RULE - counts[reason]]
+            wanted = np.flatnonzero(rows.verdicts == value)[: SAMPLES_PER_RULE - counts[reason]]
             kept = self.duplicates.kept_for((wanted + first).tolist())
             for row, record in rows.records(wanted):
                 yield {

@@ -18,19 +18,26 @@ from pathlib import Path
 import numpy as np
 
 from zero2all.corpus.dedup.index import ANCHORS_NAME, HEADER_BYTES, read_index
-from zero2all.corpus.record import MIN_RECORDS_FOR_VALID
 
 LEAST_SHARED, MOST_RECORDS, FEW_ANCHORS, BOILERPLATE = 0.08, 64, 16, 0.5
+MIN_RECORDS_FOR_VALID = 20
+"""A source with fewer records holds none out by their keys; one with at least as many holds out at least one."""
 RESERVE = 16
 """So many records of each source are looked at beside those their keys choose; clusters of as many are followed."""
 MOST_ROUNDS = 16
 LOW = np.uint64(0xFFFFFFFF)
-TRAIN, HELD_OUT, HELD_OUT_SHARED = 3, 6, 7
-"""What becomes of records that stay. The last: held out, and shares text with train."""
+HELD_OUT, HELD_OUT_SHARED = 3, 6
+"""What becomes of records. The latter are held out, too, and share text with train."""
 
 
-def split_records(units: Sequence[Path], sources: Sequence[str], drop: np.ndarray, below: int) -> np.ndarray:
-    """(documents,) uint8: 0 for those that `drop` names, else what becomes of them. `sources` are those of the units."""
+def split_records(
+    units: Sequence[Path], sources: Sequence[str], drop: np.ndarray, below: int, follows_links: bool
+) -> np.ndarray:
+    """(documents,) uint8: HELD_OUT or HELD_OUT_SHARED; 0 where `drop` names it or it is for training. `sources` are
+    those of the units. Without `follows_links` the keys alone decide."""
+    verdict = np.zeros(len(drop), np.uint8)
+    if not below:
+        return verdict
     keys = np.concatenate([np.zeros(0, np.uint64), *(read_index(folder)["key"] for folder in units)])
     source = np.repeat(np.unique(sources, return_inverse=True)[1], [len(read_index(folder)) for folder in units])
     in_sources = [np.flatnonzero((source == number) & (drop == 0)) for number in range(len(set(sources)))]
@@ -47,14 +54,14 @@ def split_records(units: Sequence[Path], sources: Sequence[str], drop: np.ndarra
         np.minimum.at(score, of_member, keys[members].astype(np.float64))
         score *= sizes
         follow = members[~is_explored[members] & ((score < below) | (sizes <= RESERVE))[of_member]]
-        if not len(follow):
+        if not len(follow) or not follows_links:
             break
         found, boilerplate = _links(units, drop, follow)
         is_explored[follow], is_open[boilerplate], is_member[found[1]] = True, True, True
         links = np.concatenate([links, found], axis=1)
         _join(label, *found)
     is_closed = sizes <= sum(wanted)
-    is_closed[of_member[is_open[members] | ~is_explored[members]]] = False
+    is_closed[of_member[is_open[members] | (~is_explored[members] & follows_links)]] = False
     held_out = np.zeros(len(drop), np.bool_)
     held_out[members[(is_closed & (score < below))[of_member]]] = True
     next_best = members[np.argsort(score[of_member], kind="stable")]
@@ -66,7 +73,6 @@ def split_records(units: Sequence[Path], sources: Sequence[str], drop: np.ndarra
             held_out[members[label[members] == label[document]]] = True
         if held_out[mine].sum() <= count // 4:
             held_out[mine[:count]] = True
-    verdict = np.where(drop == 0, np.uint8(TRAIN), np.uint8(0))
     verdict[held_out] = HELD_OUT
     verdict[held_out & is_open] = HELD_OUT_SHARED
     crossing = links[:, held_out[links[0]] != held_out[links[1]]]
