@@ -187,8 +187,8 @@ def measure_parts(bench: Bench) -> dict[str, Any]:
 
 
 def measure_passages(bench: Bench) -> dict[str, Any]:
-    """1 GB of characters drawn one by one, in which nothing repeats but what is planted: passages of 200 to
-    2,000 characters copied from document to document, between marks."""
+    """1 GB: real text, then characters drawn one by one, with planted passages of 200 to 2,000 characters copied from
+    document to document, between marks."""
     rng, dice = random.Random(9), np.random.default_rng(9)
     folder = bench.work / "passages"
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,17 +196,13 @@ def measure_passages(bench: Bench) -> dict[str, Any]:
     sources: dict[str, Path] = {}
     total = documents = 0
     for language, text_bytes in {"zh": PASSAGE_BYTES // 2, "en": PASSAGE_BYTES // 2}.items():
-        sample = np.frombuffer("".join(shared_bases(language, bench.data, 500)).encode("utf-32-le"), "<u4")
         sources[language], planted[language] = folder / f"{language}.jsonl", []
         donors: list[str] = []
         size = 0
-        block, used = "", 0
         with open(sources[language], "wb") as out:
-            while size < text_bytes:
-                length = rng.randint(100, 1500 if language == "zh" else 4500)
-                if used + length > len(block):
-                    block, used = sample[dice.integers(len(sample), size=1 << 24)].tobytes().decode("utf-32-le"), 0
-                text, used = block[used : used + length], used + length
+            for text in _texts(bench, language, rng, dice):
+                if size > text_bytes:
+                    break
                 if len(text) > 4 * PASSAGE and rng.random() < 0.02:
                     donors = [*donors[-200:], text]
                 elif donors and rng.random() < 0.05:
@@ -229,7 +225,12 @@ def measure_passages(bench: Bench) -> dict[str, Any]:
     base = ("--options.rules", "none", "--workers", "2", "--dedup.near", "off")
     for name, more in (("without", ()), ("with", ("--dedup.passages.min_chars", str(PASSAGE)))):
         usage, report = build_measured(bench, sources, *base, *more)
-        found[name] = {"cpu_seconds": usage.cpu_seconds, "peak_mb": usage.peak_pss_bytes / 1e6}
+        found[name] = {
+            "wall_seconds": usage.wall_seconds,
+            "cpu_seconds": usage.cpu_seconds,
+            "peak_mb": usage.peak_pss_bytes / 1e6,
+        }
+        print(name, found, flush=True)
     left = 0
     for language, passages in planted.items():
         rows = [
@@ -248,6 +249,22 @@ def measure_passages(bench: Bench) -> dict[str, Any]:
         "copies_left": left,
         "bytes_cut": {name: each["repeated_passages"] for name, each in dropped.items()},
     }
+
+
+def _texts(bench: Bench, language: str, rng: random.Random, dice: np.random.Generator) -> Iterator[str]:
+    """Real ones of the data folder and, for en, its `docs.jsonl` if there is one; then drawn ones."""
+    yield from (text for _, text in real_texts(bench.data, language))
+    if language == "en" and (bench.data / "docs.jsonl").is_file():
+        with open(bench.data / "docs.jsonl", "rb") as file:
+            yield from (json.loads(line)["content"] for line in file)
+    sample = np.frombuffer("".join(shared_bases(language, bench.data, 500)).encode("utf-32-le"), "<u4")
+    while True:
+        block = sample[dice.integers(len(sample), size=1 << 24)].tobytes().decode("utf-32-le")
+        at = 0
+        while at < len(block):
+            length = rng.randint(100, 1500 if language == "zh" else 4500)
+            yield block[at : at + length]
+            at += length
 
 
 # ---- benchmarks -----------------------------------------------------------------------------------------------

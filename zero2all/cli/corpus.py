@@ -75,14 +75,14 @@ def _build(arguments: argparse.Namespace) -> None:
     settings = load_settings(arguments.sources, arguments.overrides, mapping, flags, template, arguments.encoding)
     # Before a mistyped path makes a workspace of this folder.
     check_sources(settings.sources, settings.options, settings.engine)
-    against = None
+    dropped = None
     if arguments.against:
-        from zero2all.evals.contamination import Decontamination
+        from zero2all.evals.contamination import against
 
-        against = Decontamination(tuple(named_tasks(arguments.against, arguments.data)))
+        dropped = against(named_tasks(arguments.against, arguments.data))
     corpus = workspace_of(arguments, create=True).corpus
-    more = {"keep_build": arguments.keep_build, "announce": say, "against": against}
-    report = build_corpus(corpus, settings.sources, settings.options, settings.engine, **more)
+    build = (corpus, settings.sources, settings.options, settings.engine, arguments.keep_build, say, dropped)
+    report = build_corpus(*build)
     _print_report(report, arguments)
     tell(f"report: {corpus / 'report.html'}")
 

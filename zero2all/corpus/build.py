@@ -175,7 +175,7 @@ class _Build:
         numbered = [[part.number, part.inputs] for part in self.parts]
         decisive: Any = [numbered, asdict(options.dedup), options.valid_share]
         if self.against is not None:
-            decisive += [self.against.inputs, [part.plan.template for part in self.parts]]
+            decisive += [self.against[0], [part.plan.template for part in self.parts]]
         self.dedup_inputs = fingerprint(decisive)
         shards = {
             "rules": FORMAT_RULES,

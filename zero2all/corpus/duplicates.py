@@ -13,11 +13,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -58,23 +58,13 @@ class SourceSegments:
     """How its records become training text."""
 
 
-class Against(Protocol):
-    """Benchmarks that the corpus must not contain. `evals/contamination.py` has it; this room knows no benchmark."""
-
-    @property
-    def inputs(self) -> str:
-        """Names the items and the rule."""
-
-    def find(
-        self,
-        units: Sequence[tuple[Path, str, str, int]],
-        stays: np.ndarray,
-        gids: np.ndarray,
-        folder: Path,
-        engine: TaskEngine,
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The documents that contain an item, and for which; `units` are files of records with source, template and
-        number of the first document."""
+Find = Callable[
+    [Sequence[tuple[Path, str, str, int]], np.ndarray, np.ndarray, Path, TaskEngine], tuple[np.ndarray, Any]
+]
+Against = tuple[str, Find]
+"""Benchmarks that the corpus must not contain (`evals/contamination.py`): a name for the items and the rule; and from
+files of records with source, template and number of the first document, which documents stay, gids, and a folder to
+work in: the documents that contain an item, and for which."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +129,13 @@ def search_duplicates(
     _write_gids(folder / GIDS_NAME, sources, first_ids[-1])
     _write_clusters(folder)
     if against is not None:
-        named = [(source.name, source.template) for source in sources for _ in source.segments]
+        named = [(each.folder, source) for source in sources for each in source.segments]
         records = [
-            (unit / RECORDS_NAME, *each, first) for unit, each, first in zip(units, named, first_ids, strict=False)
+            (unit / RECORDS_NAME, source.name, source.template, first)
+            for (unit, source), first in zip(named, first_ids, strict=False)
         ]
         gids = np.load(folder / GIDS_NAME, mmap_mode="r")
-        contaminated, report = against.find(records, verdict == 0, gids, folder, engine)
+        contaminated, report = against[1](records, verdict == 0, gids, folder, engine)
         verdict[contaminated] = BENCHMARK
         write_json(folder / BENCHMARKS_NAME, report)
     if config.passages.min_chars is not None:

@@ -17,9 +17,10 @@ Memory: 8 bytes a gram, 12 for what was found of it, and a filter of at most 64 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -60,8 +61,6 @@ FILTER_BITS = range(16, 27)
 """The filter has 2^n entries: at least 16 for every gram, where memory allows."""
 SMALL_BYTES = 8_000_000
 """Below this much text one process is faster than starting several."""
-SHOWN_RECORDS = 20
-"""Of those dropped for an item, the report lists so many."""
 PRELOADED = ("zero2all.evals.contamination",)
 
 
@@ -426,54 +425,40 @@ def _counted(grams: ItemGrams, pairs: Pairs) -> dict[GramKey, tuple[np.ndarray, 
     return found
 
 
-@dataclass(frozen=True)
-class Decontamination:
-    """Benchmarks whose items a corpus shall not contain (`Against` of `corpus/duplicates.py`).
+def against(tasks: Sequence[Task]) -> tuple[str, Callable[..., tuple[np.ndarray, Any]]]:
+    """For a corpus that shall not contain items of these tasks (`Against` of `corpus/duplicates.py`).
 
     Dropped is every document with an n-gram of a text by which an item is dirty. So none of it is left, and a later
     search for the same items finds no dirty one.
     """
+    items = [[task.name, task_fingerprint(task)] for task in tasks]
+    return fingerprint([RULES, items]), partial(_contaminated, tasks)
 
-    tasks: tuple[Task, ...]
 
-    @property
-    def inputs(self) -> str:
-        """Names the items and the rule."""
-        return fingerprint([RULES, [[task.name, task_fingerprint(task)] for task in self.tasks]])
-
-    def find(
-        self,
-        units: Sequence[tuple[Path, str, str, int]],
-        stays: np.ndarray,
-        gids: np.ndarray,
-        folder: Path,
-        engine: TaskEngine,
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """The documents that contain an item, and for which; `units` are files of records with source, template and
-        number of the first document."""
-        grams = grams_of_items([task.items for task in self.tasks])
-        with _saved(grams, folder) as saved:
-            scans = [
-                ScanTask(path, 0, path.stat().st_size, source, template, saved, first)
-                for path, source, template, first in units
-            ]
-            pairs = {key: found[:, stays[found[1]]] for key, found in _scan(scans, engine).items()}
-        found = _counted(grams, pairs)
-        report: dict[str, Any] = {task.name: {"items": len(task.items), "dirty_items": {}} for task in self.tasks}
-        dropped = [np.zeros(0, np.int64)]
-        items = ((task, item) for task in self.tasks for item in task.items)
-        for (task, item), parts in zip(items, grams.of_item, strict=True):
-            strong = [part for part in parts if not part.is_weak and _hit(part, found)[0] >= LEAST_SHARE]
-            documents = [pairs[part.key][1, np.isin(pairs[part.key][0], part.places)] for part in strong]
-            if documents:
-                dropped.append(np.unique(np.concatenate(documents)).astype(np.int64))
-                report[task.name]["dirty_items"][item.id] = {
-                    "found": sorted({part.name for part in strong}),
-                    "records": len(dropped[-1]),
-                    "gids": gids[dropped[-1][:SHOWN_RECORDS]].tolist(),
-                }
-        contaminated = np.unique(np.concatenate(dropped))
-        return contaminated, {"rules": RULES, "records": len(contaminated), "tasks": report}
+def _contaminated(
+    tasks: Sequence[Task],
+    parts: Sequence[tuple[Path, str, str, int]],
+    stays: np.ndarray,
+    gids: np.ndarray,
+    folder: Path,
+    engine: TaskEngine,
+) -> tuple[np.ndarray, dict[str, Any]]:
+    grams = grams_of_items([task.items for task in tasks])
+    with _saved(grams, folder) as saved:
+        scans = [ScanTask(part[0], 0, part[0].stat().st_size, *part[1:3], saved, part[3]) for part in parts]
+        pairs = {key: found[:, stays[found[1]]] for key, found in _scan(scans, engine).items()}
+    found = _counted(grams, pairs)
+    report: dict[str, Any] = {task.name: {} for task in tasks}
+    dropped = [np.zeros(0, np.int64)]
+    items = ((task, item) for task in tasks for item in task.items)
+    for (task, item), of_item in zip(items, grams.of_item, strict=True):
+        strong = [part for part in of_item if not part.is_weak and _hit(part, found)[0] >= LEAST_SHARE]
+        documents = [pairs[part.key][1, np.isin(pairs[part.key][0], part.places)] for part in strong]
+        if documents:
+            dropped.append(np.unique(np.concatenate(documents)).astype(np.int64))
+            report[task.name][item.id] = {"records": len(dropped[-1]), "gids": gids[dropped[-1][:20]].tolist()}
+    contaminated = np.unique(np.concatenate(dropped))
+    return contaminated, {"rules": RULES, "records": len(contaminated), "dirty_items": report}
 
 
 def _of_tasks(

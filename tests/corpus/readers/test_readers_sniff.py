@@ -156,7 +156,9 @@ def test_an_encoding_without_a_mark_is_found_by_what_the_text_says(encoding: str
 def test_text_in_no_known_encoding_is_not_taken_for_chinese_and_names_are_checked():
     for data in ("Καλημέρα σε όλους".encode("cp1253"), "สวัสดีครับ ทุกคน".encode("cp874"), bytes(range(128, 256))):
         assert find_encoding(data, whole=True) == ("utf-8", 0)
-    assert [bool(encoding_problem(name)) for name in ("big5", "utf-16-le", "rot13", "utf-16", "none")] == [False] * 2 + [True] * 3
+    assert [bool(encoding_problem(name)) for name in ("big5", "utf-16-le", "rot13", "utf-16", "none")] == [
+        False
+    ] * 2 + [True] * 3
 
 
 SENTENCES = {
@@ -184,7 +186,9 @@ def test_an_encoding_without_a_mark_is_found_by_what_the_text_says(encoding: str
 def test_text_in_no_known_encoding_is_not_taken_for_chinese_and_names_are_checked():
     for data in ("Καλημέρα σε όλους".encode("cp1253"), "สวัสดีครับ ทุกคน".encode("cp874"), bytes(range(128, 256))):
         assert find_encoding(data, whole=True) == ("utf-8", 0)
-    assert [bool(encoding_problem(name)) for name in ("big5", "utf-16-le", "rot13", "utf-16", "none")] == [False] * 2 + [True] * 3
+    assert [bool(encoding_problem(name)) for name in ("big5", "utf-16-le", "rot13", "utf-16", "none")] == [
+        False
+    ] * 2 + [True] * 3
 
 
 SENTENCES = {
@@ -212,7 +216,9 @@ def test_an_encoding_without_a_mark_is_found_by_what_the_text_says(encoding: str
 def test_text_in_no_known_encoding_is_not_taken_for_chinese_and_names_are_checked():
     for data in ("Καλημέρα σε όλους".encode("cp1253"), "สวัสดีครับ ทุกคน".encode("cp874"), bytes(range(128, 256))):
         assert find_encoding(data, whole=True) == ("utf-8", 0)
-    assert [bool(encoding_problem(name)) for name in ("big5", "utf-16-le", "rot13", "utf-16", "none")] == [False] * 2 + [True] * 3
+    assert [bool(encoding_problem(name)) for name in ("big5", "utf-16-le", "rot13", "utf-16", "none")] == [
+        False
+    ] * 2 + [True] * 3
 
 
 def test_what_our_own_stages_wrote_is_not_read(tmp_path: Path):

@@ -177,24 +177,22 @@ def _has_check_digit(number: str) -> bool:
 
 def _mask_ip_addresses(text: str) -> tuple[str, int]:
     places = [(start - 2, end + 2) for start, end in _spans(text, IP_DIGITS, of_digits=True)] if "." in text else []
-    text, fours = _replace(_IPV4, text, places, lambda match: MARKS["ip_addresses"] if _is_address(match) else None)
-    if "::" not in text and text.count(":") < 7:
-        return text, fours
-    text, sixes = _replace(
-        _IPV6, text, [(0, len(text))], lambda match: MARKS["ip_addresses"] if _is_address(match) else None
-    )
+    text, fours = _replace(_IPV4, text, places, _ip_mark)
+    whole = [(0, len(text))] if "::" in text or text.count(":") >= 7 else []
+    text, sixes = _replace(_IPV6, text, whole, _ip_mark)
     return text, fours + sixes
 
 
-def _is_address(match: re.Match[str]) -> bool:
+def _ip_mark(match: re.Match[str]) -> str | None:
     try:
         is_public = ip_address(match[0]).is_global
     except ValueError:
-        return False
-    if not is_public or ":" in match[0]:
-        return is_public
-    large = sum(int(number) >= LARGE_NUMBER for number in match[0].split("."))
-    return large >= 2 and not _VERSION.search(match.string, max(0, match.start() - 12), match.start())
+        return None
+    is_version = ":" not in match[0] and (
+        sum(int(number) >= LARGE_NUMBER for number in match[0].split(".")) < 2
+        or _VERSION.search(match.string, max(0, match.start() - 12), match.start())
+    )
+    return MARKS["ip_addresses"] if is_public and not is_version else None
 
 
 def _mask_addresses(text: str) -> tuple[str, int]:

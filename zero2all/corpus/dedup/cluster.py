@@ -306,9 +306,6 @@ class _DuplicateSearch:
         partial.replace(self.work / CLUSTERS_NAME)
 
     def _run_tasks(self, function: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
-        results: list[Any] = [None] * len(tasks)
         if self.engine is None:
             return [function(task) for task in tasks]
-        for position, result in self.engine.run(function, tasks):
-            results[position] = result
-        return results
+        return [result for _, result in sorted(self.engine.run(function, tasks), key=lambda pair: pair[0])]

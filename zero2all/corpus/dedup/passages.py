@@ -20,7 +20,7 @@ import numpy as np
 
 from zero2all.common import jsonio
 from zero2all.common.engine import TaskEngine
-from zero2all.common.files import read_json, staged_folder, write_json
+from zero2all.common.files import staged_folder
 from zero2all.corpus.dedup.index import (
     INDEX,
     INDEX_NAME,
@@ -69,7 +69,8 @@ def cut_passages(
     """Write the `cut_folder` of every unit; (documents,) bool: of which too little is left. Those that `drop` names are
     not looked at."""
     steps = work / "passages"
-    steps.mkdir(exist_ok=True)
+    shutil.rmtree(steps, ignore_errors=True)  # of a killed build
+    steps.mkdir()
     write_npy(steps / DROP_NAME, drop)
     places: tuple[Path, ...] = ()
     for stage in ("anchors", "windows", "cut"):
@@ -88,14 +89,10 @@ def cut_passages(
 
 def split_passages(task: PassageTask) -> list[str]:
     """The anchors or windows of a unit, in files cut into parts; returns their names."""
-    done = task.steps / f"files-{task.stage}-{task.number:05d}.json"
-    if done.exists():
-        return list(read_json(done))
     names: list[str] = []
     for documents, points, offsets in _batches(task):
         names.append(f"{task.stage}-{task.number:05d}-{len(names):04d}.npy")
         write_parts(task.steps / names[-1], _find(task, documents, points, offsets))
-    write_json(done, names)
     return names
 
 
@@ -115,12 +112,10 @@ def _find(task: PassageTask, documents: np.ndarray, points: np.ndarray, offsets:
         kept = np.unique(anchors)
         columns = grams[kept], np.zeros(len(kept), np.uint64), place[kept]
     else:
-        first, end = int(documents[0]) << 32, (int(documents[-1]) + 1) << 32
-        kept = starts[np.isin(place[anchors], _places(task, first, end))]
+        kept = starts[np.isin(place[anchors], _places(task, int(documents[0]), int(documents[-1]) + 1))]
         columns = *(_hashes(points, task.length, base)[kept] for base in BASES), place[kept]
     entries = np.empty(len(kept), ENTRY)
-    for name, column in zip(ENTRY.names or (), columns, strict=True):
-        entries[name] = column
+    entries["high"], entries["low"], entries["place"] = columns
     return entries
 
 
@@ -148,8 +143,6 @@ def group_places(task: PartTask) -> Path:
     """The places of the anchors that occur more than once; of the windows that occurred before. Sorted."""
     stage = task.files[0].name.partition("-")[0]
     target = task.steps / f"places-{stage}-{task.number:05d}.npy"
-    if target.exists():
-        return target
     entries = read_parts(task)  # in the order of the corpus, which a stable sort keeps among equal ones
     entries = entries[np.argsort(entries["high"], kind="stable")]
     equal = (entries["high"][1:] == entries["high"][:-1]) & (entries["low"][1:] == entries["low"][:-1])
@@ -167,10 +160,8 @@ def cut_unit(task: PassageTask) -> Path:
     if target.is_dir():
         return target
     index, layout = np.array(read_index(task.folder)), np.load(task.folder / LAYOUT_NAME)
-    first = task.first_id
-    places = _places(task, first << 32, (first + len(index)) << 32)
-    owners = (places >> np.uint64(32)).astype(np.int64) - first
-    starts = (places & LOW).astype(np.int64)
+    places = _places(task, task.first_id, task.first_id + len(index))
+    owners, starts = (places >> np.uint64(32)).astype(np.int64) - task.first_id, (places & LOW).astype(np.int64)
     borders = np.searchsorted(owners, np.arange(len(index) + 1))
     lost = np.zeros(len(index), np.bool_)
     with staged_folder(target) as partial:
@@ -205,7 +196,7 @@ def _without(text: str, starts: np.ndarray, length: int) -> str:
 
 def _places(task: PassageTask, first: int, end: int) -> np.ndarray:
     """Those of the stage before that are in some documents."""
-    found = [read_sorted_slice(path, first, end) for path in task.places]
+    found = [read_sorted_slice(path, first << 32, end << 32) for path in task.places]
     return np.sort(np.concatenate([np.zeros(0, np.uint64), *found]))
 
 

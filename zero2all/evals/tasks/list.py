@@ -73,27 +73,20 @@ def read_searched(path: Path) -> Task:
     """The texts of a file, or of all files of a folder, to be searched for and not to be asked: of a row the question,
     and an answer and choices if they are there; of a .txt every line."""
     files = [DataFile(path.parent, path.name)] if path.is_file() else data_files(path)
-    items, problems = [], []
-    for file in files:
-        for number, row in rows_of(file):
-            try:
-                if isinstance(row, ItemError):
-                    raise row
-                items += [replace(item, id=item.id or f"{file.stem}:{number}") for item in _searched(row, file)]
-            except ItemError as error:
-                problems.append(f"{file} row {number}: {error}")
-    if problems or not items:
-        reasons = "; ".join(problems[:3]) or f"no rows in {', '.join(map(str, files[:8])) or 'it'}"
-        raise BadInputError(f"{path} cannot be searched for: {reasons}. Expected rows with {' or '.join(QUESTIONS)}.")
-    return Task(str(path), items[0].language, tuple(items), problems=tuple(problems))
-
-
-def _searched(row: Any, file: DataFile) -> Iterator[Item]:
-    try:
-        yield from _own(row, file)
-    except ItemError:
-        question, answer = text(row, *QUESTIONS), str(row.get("answer") or "")
-        yield Item(str(row.get("id") or ""), question, answer=answer, language=_language(row, question))
+    items, problem = [], "no rows"
+    for file, (number, row) in ((file, row) for file in files for row in rows_of(file)):
+        try:
+            if isinstance(row, ItemError):
+                raise row
+            question, name = text(row, *QUESTIONS), str(row.get("id") or f"{file.stem}:{number}")
+            more: dict[str, Any] = {"choices": tuple(_choices(row)), "answer": str(row.get("answer") or "")}
+            items.append(Item(name, question, language=_language(row, question), **more))
+        except ItemError as error:
+            problem, items = f"{file} row {number}: {error}", []
+            break
+    if not items:
+        raise BadInputError(f"{path} cannot be searched for: {problem}. Expected rows with {' or '.join(QUESTIONS)}.")
+    return Task(str(path), items[0].language, tuple(items))
 
 
 def folder_of(data: Path, name: str) -> Path:
