@@ -74,7 +74,7 @@ def read_searched(path: Path) -> Task:
     and an answer and choices if they are there; of a .txt every line."""
     files = [DataFile(path.parent, path.name)] if path.is_file() else data_files(path)
     items, problem = [], "no rows"
-    for file, (number, row) in ((file, row) for file in files for row in rows_of(file)):
+    for file, (number, row) in ((each, numbered) for each in files for numbered in rows_of(each)):
         try:
             if isinstance(row, ItemError):
                 raise row
