@@ -96,9 +96,10 @@ def _links(units: Sequence[Path], drop: np.ndarray, documents: np.ndarray) -> tu
     is_one = np.zeros(len(drop), np.bool_)
     is_one[documents] = True
     for at, counts, anchors in _anchors(units):
-        owners = np.repeat(np.arange(at, at + len(counts), dtype=np.uint64), counts)
-        chosen = is_one[owners.astype(np.int64)]
-        pairs.append(np.unique(anchors[chosen].astype(np.uint64) << np.uint64(32) | owners[chosen]))
+        chosen = np.flatnonzero(is_one[at : at + len(counts)])
+        owners = np.repeat(chosen + at, counts[chosen]).astype(np.uint64)
+        mine = anchors[np.repeat(is_one[at : at + len(counts)], counts)].astype(np.uint64)
+        pairs.append(np.unique(mine << np.uint64(32) | owners))
         all_counts[at : at + len(counts)] = counts
     packed = np.sort(np.concatenate(pairs))
     owners = (packed & LOW).astype(np.int64)
@@ -128,11 +129,13 @@ def _places(units: Sequence[Path], drop: np.ndarray, values: np.ndarray) -> Iter
     known = np.zeros(1 << 24, np.bool_)
     known[values >> np.uint32(8)] = True
     for at, counts, anchors in _anchors(units):
-        hits = np.flatnonzero(known[anchors >> np.uint32(8)] & np.repeat(drop[at : at + len(counts)] == 0, counts))
+        hits = np.flatnonzero(known[anchors >> np.uint32(8)])
         place = np.searchsorted(values, anchors[hits])
-        rows = np.repeat(np.arange(at, at + len(counts)), counts)[hits]
         is_equal = values[np.minimum(place, len(values) - 1)] == anchors[hits]
-        both = np.unique(place[is_equal].astype(np.uint64) << np.uint64(32) | rows[is_equal].astype(np.uint64))
+        hits, place = hits[is_equal], place[is_equal]
+        rows = at + np.searchsorted(np.cumsum(counts), hits, side="right")
+        stays = drop[rows] == 0
+        both = np.unique(place[stays].astype(np.uint64) << np.uint64(32) | rows[stays].astype(np.uint64))
         yield (both >> np.uint64(32)).astype(np.int64), (both & LOW).astype(np.int64)
 
 
