@@ -89,33 +89,6 @@ def test_hundreds_of_small_files_are_looked_into(tmp_path):
     assert guess(tmp_path) == ("other", "sampled documents: 200; 90% other, 10% en")
 
 
-def test_hundreds_of_small_files_are_looked_into(tmp_path):
-    for number in range(200):
-        text = "هذا نص قصير عن المدينة والنهر والجبل." if number % 10 else "A short text about the town and the river."
-        (tmp_path / f"{number:03}.txt").write_text(text)
-    source = Source("a", tmp_path)
-    look = SourceSample(source, list_files(tmp_path), ReaderLimits())
-    assert look.guess_channel() == ("other", "sampled documents: 200; 90% other, 10% en")
-
-
-def test_hundreds_of_small_files_are_looked_into(tmp_path):
-    for number in range(200):
-        text = "هذا نص قصير عن المدينة والنهر والجبل." if number % 10 else "A short text about the town and the river."
-        (tmp_path / f"{number:03}.txt").write_text(text)
-    source = Source("a", tmp_path)
-    look = SourceSample(source, list_files(tmp_path), ReaderLimits())
-    assert look.guess_channel() == ("other", "sampled documents: 200; 90% other, 10% en")
-
-
-def test_hundreds_of_small_files_are_looked_into(tmp_path):
-    for number in range(200):
-        text = "هذا نص قصير عن المدينة والنهر والجبل." if number % 10 else "A short text about the town and the river."
-        (tmp_path / f"{number:03}.txt").write_text(text)
-    source = Source("a", tmp_path)
-    look = SourceSample(source, list_files(tmp_path), ReaderLimits())
-    assert look.guess_channel() == ("other", "sampled documents: 200; 90% other, 10% en")
-
-
 def test_samples_come_from_all_over_a_file_and_are_hundreds(write_lines):
     rows = [{"text": english(n)} for n in range(600)] + [{"text": han(n)} for n in range(1400)]
     channel, reason = guess(write_lines("a.jsonl", rows))
