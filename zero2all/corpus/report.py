@@ -34,6 +34,7 @@ LENGTH_BUCKETS = 32
 OTHER_REASONS = {
     "duplicate": "The same text as another record, white space aside.",
     "near_duplicate": "Nearly the same text as another record.",
+    "low_score": "The score is below quality.min_score.",
 }
 """Why records are dropped by others than the rules of cleaning."""
 STRIKING_SHARE, STRIKING_COUNT = 0.005, 20
