@@ -90,15 +90,13 @@ class Quality(NamedTuple):
 def find_quality(config: QualityConfig, workspace: Path) -> Quality:
     """Find what the settings name; an error where it is not there."""
     own = None
-    if config.filter is not None:
-        file, _, name = config.filter.rpartition(":")
+    if (text := config.filter) is not None:
+        file, _, name = text.rpartition(":")
         path = Path(file).expanduser().absolute()
         try:
             own = Filter(path, name, path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"The filter `{config.filter}` cannot be read ({error}). Expected FILE.py:FUNCTION."
-            ) from error
+            raise UsageError(f"The filter `{text}` cannot be read ({error}). Expected FILE.py:FUNCTION.") from error
         _function(own)
     return Quality(find_model(workspace, config.model) if config.model else None, config.min_score, own)
 
