@@ -278,7 +278,7 @@ def _setting_in_words(value: Any) -> str:
     """)
 def _teach(arguments: argparse.Namespace) -> None:
     from zero2all.corpus import parse_source
-    from zero2all.corpus.taught import make_model
+    from zero2all.corpus.teach import make_model
 
     sources = [parse_source(word) for word in arguments.examples]
     folder, report = make_model(sources, workspace_of(arguments, create=True).root)
@@ -288,11 +288,9 @@ def _teach(arguments: argparse.Namespace) -> None:
         tell(f"AUC on held-out examples: {report['auc']:.3f} (0.5: no better than chance, 1: all told apart)")
     else:
         tell(f"perplexity of held-out examples: {report['perplexity']:,.1f}")
-    rows = [["min_score", *(t(f"{label} dropped") for label in report["thresholds"][0]["dropped"])]]
-    rows += [
-        [f"{x['min_score']:g}", *(f"{share:.1%}" for share in x["dropped"].values())] for x in report["thresholds"]
-    ]
-    print_table(rows)
+    lines = report["thresholds"]
+    rows = [[f"{line['min_score']:g}", *(f"{share:.1%}" for share in line["dropped"].values())] for line in lines]
+    print_table([["min_score", *(t(f"{label} dropped") for label in lines[0]["dropped"])], *rows])
     tell(f"model: {folder}; texts on both sides of each threshold: {folder / 'report.json'}")
 
 

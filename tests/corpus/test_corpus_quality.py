@@ -13,9 +13,9 @@ import pytest
 from tests.corpus.corpus_helpers import HERE, both, plain_options, tree
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.corpus import EngineConfig, Source, build_corpus, load_settings, quality
-from zero2all.corpus.quality import SCORE_KEY, QualityConfig
+from zero2all.corpus.quality import SCORE_KEY, QualityConfig, find_model, scores_of
 from zero2all.corpus.report_html import report_html
-from zero2all.corpus.taught import find_model, make_model, scores_of, teach
+from zero2all.corpus.teach import make_model, teach
 
 WORDS = {
     "good": "river stone window morning letter quiet garden bridge winter candle story teacher 花园",
