@@ -3,7 +3,8 @@
 A model (`z2a corpus teach`) is one table over hashed units and pairs of units (words in lower case with one digit for a
 number, signs, line breaks, single Han, kana and Hangul), so that no vocabulary is kept and any script has a score:
 
-    quality      the mean weight of a text's units and pairs, by logistic regression -> P(good), from 0 to 1
+    quality      the mean weight of a text's units and pairs, each counted with the root of its number, by logistic
+                 regression -> P(good), from 0 to 1
     reference    how often each unit and pair occurs in good text -> minus the mean bits of a unit after the one before
                  (Witten and Bell): p(w | c) = (count(c w) + kinds(c) p(w)) / (count(c) + kinds(c))
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 TAUGHT, MODEL_NAME = "taught", "model.safetensors"
 SHAPES = {"quality": ((1 << 20) + 1, 1), "reference": ((1 << 22) + 1, 2)}
 """A weight for each row; or its count, and how many kinds follow it. The last row: the bias, or the totals."""
-JUDGED_CHARS, ROUND = 10_000, 4
+JUDGED_CHARS, ROUND = 4_000, 4
 """What is learned from one text, and judged of it: its beginning; and the digits of a score."""
 SCALE, UNSEEN = 30.0, 2.0**-17
 """Logit of a text whose units and pairs all have the weight 1; the chance of a unit that no reference text has."""
@@ -200,7 +201,7 @@ def _table(model: TaughtModel) -> np.ndarray:
 def scores_of(texts: Sequence[str], kind: str, table: np.ndarray) -> list[float]:
     """The score of each text: P(good), or minus the bits of a unit."""
     score = _certainty if kind == "quality" else _likeness
-    return [round(float(score(rows_of(text, kind), table)), ROUND) for text in texts]
+    return [round(score(text, table), ROUND) for text in texts]
 
 
 def rows_of(text: str, kind: str) -> np.ndarray:
@@ -212,13 +213,22 @@ def rows_of(text: str, kind: str) -> np.ndarray:
     return rows[: max(find_rows(points, CLASSES, SHAPES[kind][0].bit_length() - 1, rows), 1)]
 
 
-def _certainty(rows: np.ndarray, table: np.ndarray) -> float:
+def shares_of(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of the different units and pairs of a text, and how much each counts: the root of its number."""
+    rows, counts = np.unique(rows_of(text, "quality"), return_counts=True)
+    roots = np.sqrt(counts)
+    return rows, (roots * (SCALE / roots.sum())).astype(np.float32)
+
+
+def _certainty(text: str, table: np.ndarray) -> float:
     """P(good) of a text."""
-    return float(1 / (1 + np.exp(-SCALE * table[rows.ravel(), 0].mean(dtype=np.float64) - table[-1, 0])))
+    rows, shares = shares_of(text)
+    return float(1 / (1 + np.exp(-(table[rows, 0] * shares).sum(dtype=np.float64) - table[-1, 0])))
 
 
-def _likeness(rows: np.ndarray, table: np.ndarray) -> float:
+def _likeness(text: str, table: np.ndarray) -> float:
     """Minus the mean bits of a unit."""
+    rows = rows_of(text, "reference")
     units, kinds = table[rows[:, 0]].T.astype(np.float64)
     all_units, all_kinds = table[-1].tolist()
     chance = (units + all_kinds * UNSEEN) / (all_units + all_kinds)

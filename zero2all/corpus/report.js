@@ -1,5 +1,5 @@
 "use strict";
-// A box above each table with a heading: only the rows with the words typed into it are shown.
+// Only rows with all words typed above a table are shown.
 for (const table of document.querySelectorAll("table:has(thead)")) {
   const box = document.createElement("input");
   box.type = "search";

@@ -18,7 +18,7 @@ from zero2all.common.files import staged_folder, write_json
 from zero2all.common.manifest import fingerprint, write_manifest
 from zero2all.common.records import SPLITS, iter_records
 from zero2all.corpus.build import build_corpus
-from zero2all.corpus.quality import JUDGED_CHARS, MODEL_NAME, ROUND, SCALE, SHAPES, TAUGHT, rows_of, scores_of
+from zero2all.corpus.quality import JUDGED_CHARS, MODEL_NAME, ROUND, SHAPES, TAUGHT, rows_of, scores_of, shares_of
 from zero2all.corpus.settings import BuildOptions
 from zero2all.corpus.sources import Source
 
@@ -103,9 +103,9 @@ def _descend(examples: Examples) -> np.ndarray:
     pages = []
     for label in LABELS["quality"]:
         for text in examples[label][0]:
-            rows, counts = np.unique(rows_of(text, "quality"), return_counts=True)
-            shares = np.append(counts * (SCALE / counts.sum()), 1).astype(np.float32)  # the last is the bias
-            pages.append((np.append(rows, np.uint32(len(table) - 1)), shares, label == "good"))
+            rows, shares = shares_of(text)
+            bias = np.uint32(len(table) - 1), np.float32(1)
+            pages.append((np.append(rows, bias[0]), np.append(shares, bias[1]), label == "good"))
     for number in range(PASSES):
         for at in np.random.Generator(np.random.PCG64(number)).permutation(len(pages)):
             rows, shares, is_good = pages[at]
