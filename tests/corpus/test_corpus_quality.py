@@ -56,7 +56,8 @@ def test_a_classifier_tells_apart_texts_it_has_not_seen_and_gives_the_same_bytes
     assert report["auc"] == 1.0
     assert report["examples"]["good"]["read"] == 150
     line = report["thresholds"][-1]
-    assert (line["dropped"]["good"], line["dropped"]["bad"]) == (pytest.approx(0.5, abs=0.1), 1.0)
+    assert line["dropped"]["bad"] == 1.0
+    assert 0.3 < line["dropped"]["good"] <= 0.5, "fewer than half, where several have the score of the middle"
     assert line["below"][-1]["score"] < line["min_score"] <= line["above"][0]["score"]
     model = find_model(tmp_path, "quality")
     assert min(model.scores(texts("good", 50, 1))) > 0.5 > max(model.scores(texts("bad", 50, 1)))
