@@ -48,8 +48,8 @@ def test_print_config_shows_the_resolved_config_which_loads_back_to_an_equal_one
 def test_missing_or_mistyped_words_end_with_2_and_one_line_that_says_what_to_type(z2a):
     for words, expected in (
         ("trian", "There is no verb `trian`. Did you mean `train`? `z2a --help` lists the verbs."),
-        ("corpus", "`z2a corpus` needs a verb: build, show, report, rules, download. See `z2a corpus --help`."),
-        ("corpus xyz", "`z2a corpus` has no verb `xyz`. Use one of: build, show, report, rules, download."),
+        ("corpus", "`z2a corpus` needs a verb: build, show, report, rules, teach, download. See `z2a corpus --help`."),
+        ("corpus xyz", "`z2a corpus` has no verb `xyz`. Use one of: build, show, report, rules, teach, download."),
         ("pack --wrok w", "`z2a pack` has no flag `--wrok`. Did you mean `--work`? See `z2a pack --help`."),
         ("pack --wo w", "`z2a pack` has no flag `--wo`."),
         ("pack stray", "`z2a pack` takes no argument `stray`. See `z2a pack --help`."),

@@ -4,9 +4,13 @@ import contextlib
 import json
 import os
 import random
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -230,4 +234,81 @@ import sys
 from pathlib import Path
 from tests.corpus.corpus_helpers import EngineConfig, build_three
 build_three(Path(sys.argv[1]), Path(sys.argv[2]), EngineConfig(kind="ray", workers=2))
+"""
+
+
+@pytest.mark.slow
+def test_two_ray_nodes_write_the_same_bytes(raw, whole, tmp_path):
+    pytest.importorskip("ray")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environment = {**os.environ, **secret, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
+    common = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--num-cpus=1",
+        "--object-store-memory=80000000",
+        "--block",
+    ]
+    folder = tempfile.mkdtemp(prefix="z2a-ray-")  # the path of a socket must be short
+    nodes = [
+        [
+            "--head",
+            "--node-ip-address=127.0.0.1",
+            f"--port={head.rpartition(':')[2]}",
+            "--include-dashboard=false",
+            f"--temp-dir={folder}",
+        ],
+        [f"--address={head}", "--node-ip-address=127.0.0.2"],
+    ]
+    running = []
+    try:
+        for node in nodes:
+            out = subprocess.DEVNULL
+            running.append(subprocess.Popen([*common, *node], env=environment, stdout=out, start_new_session=True))
+            wait_until(lambda: listens(head), 60)  # the second node needs the first
+        done = subprocess.run(
+            [sys.executable, "-c", TWO_NODES, str(tmp_path / "corpus"), str(raw), head],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(set(done.stdout.split())) == 2, done.stdout
+        assert tree(tmp_path / "corpus") == whole
+    finally:
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def listens(address: str) -> bool:
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+TWO_NODES = """
+import sys
+import time
+from pathlib import Path
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from tests.corpus.corpus_helpers import EngineConfig, build_three
+ray.init(address=sys.argv[3], logging_level="warning", log_to_driver=False)
+while len(ray.nodes()) < 2:
+    time.sleep(0.2)
+ranks = ray.remote(num_cpus=1)(lambda: ray.get_runtime_context().get_node_id())
+for node in ray.nodes():
+    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+    print(ray.get(ranks.options(scheduling_strategy=there).remote()))
+ray.shutdown()
+build_three(Path(sys.argv[1]), Path(sys.argv[2]), EngineConfig(kind="ray", address=sys.argv[3]))
 """

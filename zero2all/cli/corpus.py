@@ -1,4 +1,4 @@
-"""`z2a corpus build`, `show`, `report`, `rules` and `download`."""
+"""`z2a corpus build`, `show`, `report`, `rules`, `teach` and `download`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ group("""
     --workers --address
     --against NAME,…:names =()         drop documents that contain items of these benchmarks, or of files with questions
     --data
+    --filter FILE.py:FUNCTION          your own filter: it gets each record, and says whether to keep it
     --keep-build                       keep corpus/.build, so that the next build reads only new files
 
     z2a corpus build news=raw/news.json:zh wiki=raw/wiki.parquet:en --work my-workspace
@@ -67,6 +68,7 @@ def _build(arguments: argparse.Namespace) -> None:
 
     names = ("format", "shard_bytes", "valid_share", "max_damaged_share", "accept_drops")
     flags = {
+        "quality": {"filter": arguments.filter},
         "options": {name: getattr(arguments, name) for name in names},
         "engine": {"kind": arguments.engine, "workers": arguments.workers, "address": arguments.address},
     }
@@ -228,6 +230,7 @@ def _show_dropped(corpus: Any, names: list[str], arguments: argparse.Namespace) 
                 measures = sample.get("measures", {})
                 compared = JUDGES[rule].compared.split() if rule in JUDGES else []
                 facts += [f"{measure} {measures.get(measure, 0):g}" for measure in compared]
+                facts += [f"score {measures['score']:g}"] if "score" in measures else []
                 excerpt = sample["excerpt"][: arguments.chars]
                 more = " …" if sample["chars"] > len(excerpt) else ""
                 print(f"── {', '.join(facts)}\n{terminal_safe(excerpt, keep=TEXT_MARKS)}{more}\n")
@@ -268,6 +271,34 @@ def _setting_in_words(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return t(f"({len(value)} phrases)") if isinstance(value, list) else str(value)
+
+
+@verb("""
+    corpus teach: make a model from examples that gives every text a score
+
+    examples+ NAME=PATH  good=PATH bad=PATH: a classifier of quality; reference=PATH: perplexity, how much a text is
+        like this one. Files or folders of any kind that corpus build reads
+    --work
+
+    z2a corpus teach good=raw/edited bad=raw/machine-made --work my-workspace
+    z2a corpus build news=raw/news.jsonl --quality.model quality --quality.min_score 0.3 --work my-workspace
+    """)
+def _teach(arguments: argparse.Namespace) -> None:
+    from zero2all.corpus import parse_source
+    from zero2all.corpus.teach import make_model
+
+    sources = [parse_source(word) for word in arguments.examples]
+    folder, report = make_model(sources, workspace_of(arguments, create=True).root)
+    for label, counts in report["examples"].items():
+        tell(f"{label}: {', '.join(f'{count:,} {t(name)}' for name, count in counts.items())}")
+    if "auc" in report:
+        tell(f"AUC on held-out examples: {report['auc']:.3f} (0.5: no better than chance, 1: all told apart)")
+    else:
+        tell(f"perplexity of held-out examples: {report['perplexity']:,.1f}")
+    lines = report["thresholds"]
+    rows = [[f"{line['min_score']:g}", *(f"{share:.1%}" for share in line["dropped"].values())] for line in lines]
+    print_table([["min_score", *(t(f"{label} dropped") for label in lines[0]["dropped"])], *rows])
+    tell(f"model: {folder}; texts on both sides of each threshold: {folder / 'report.json'}")
 
 
 SHOWN_CHARS = 1000

@@ -19,7 +19,7 @@ from zero2all.common.errors import BadInputError
 from zero2all.common.files import MANIFEST_NAME, crc32c_of, is_inner_path, read_json, write_json
 from zero2all.common.progress import progress
 
-FORMATS = {"corpus": 1, "tokenizer": 1, "packed": 1, "best_fit": 1, "checkpoint": 1, "raw": 1, "reference": 1}
+FORMATS = dict.fromkeys(("corpus", "taught", "tokenizer", "packed", "best_fit", "checkpoint", "raw", "reference"), 1)
 """The format number this version writes and reads, per kind of artifact. Raise it when the layout changes."""
 ONE_PROCESS_BYTES = 4_000_000_000  # less than this is checked without worker processes
 

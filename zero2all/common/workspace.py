@@ -25,7 +25,7 @@ from zero2all.common.schema import nearest_hint
 
 LAYOUT = 1
 STAMP_NAME = "workspace.json"
-STAGE_FOLDERS = ("raw", "corpus", "tokenizer", "packed", "runs", "sft")
+STAGE_FOLDERS = ("raw", "corpus", "taught", "tokenizer", "packed", "runs", "sft")
 PICTURES = (".png", ".svg", ".pdf")  # no stage reads them, so one may be drawn again anywhere
 
 

@@ -20,6 +20,7 @@ from zero2all.corpus.clean.cleaner import Cleaner
 from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.listing import UNREADABLE, InputFile
+from zero2all.corpus.quality import Quality
 from zero2all.corpus.readers import (
     EXCERPT_CHARS,
     NOT_READ,
@@ -61,6 +62,7 @@ class IngestTask:
     cleans: Mapping[str, CleanConfig]
     """The rules of every channel a document may get."""
     dedup: DedupConfig
+    quality: Quality
 
     @property
     def raw_bytes(self) -> int:
@@ -76,10 +78,11 @@ def ingest_unit(task: IngestTask) -> list[Segment]:
     segments = finished_segments(task.folder)
     items = _Items(task, segments[-1].state["next"] if segments else None)
     cleaners = {channel: Cleaner(clean, channel) for channel, clean in task.cleans.items()}
+    how = (task.dedup, task.quality, cleaners)
     while not items.at_end:
         folder = task.folder / segment_name(len(segments))
         with staged_folder(folder) as staging, ExitStack() as stack:
-            writer = SegmentWriter(task.source, task.channel, task.is_auto, task.dedup, staging, cleaners, stack)
+            writer = SegmentWriter(task.source, task.channel, task.is_auto, *how, staging, stack)
             while not (writer.is_full or items.at_end):
                 items.fill(writer)
                 writer.clean_batch()

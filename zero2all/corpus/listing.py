@@ -18,7 +18,7 @@ CODE_SUFFIXES = frozenset({
     ".ml", ".vue", ".css", ".toml", ".yaml", ".yml", ".cmake", ".asm",
 })
 # fmt: on
-WORKSPACE_FOLDERS = frozenset({"corpus", "tokenizer", "packed", "runs", "sft"})
+WORKSPACE_FOLDERS = frozenset({"corpus", "taught", "tokenizer", "packed", "runs", "sft"})
 UNREADABLE = "unreadable"
 
 

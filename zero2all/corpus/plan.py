@@ -23,6 +23,7 @@ from zero2all.corpus.channels import CHANNELS
 from zero2all.corpus.clean.config import CleanConfig
 from zero2all.corpus.ingest import PEEKED_ITEMS, IngestTask
 from zero2all.corpus.listing import InputFile, Listing, list_files
+from zero2all.corpus.quality import Quality, find_quality
 from zero2all.corpus.readers import NOT_READ, Format, RawRow, ReaderLimits, Unit, plan_units, read_unit
 from zero2all.corpus.readers.chats import is_message
 from zero2all.corpus.segment_writer import SEGMENT_BYTES, SEGMENT_ITEMS
@@ -58,6 +59,7 @@ class SourcePlan:
     template: str
     """How its records become training text."""
     limits: ReaderLimits
+    quality: Quality
 
     @property
     def name(self) -> str:
@@ -118,6 +120,7 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
     limits = replace(options.limits, chats=source.kind == "conversation", encoding=source.encoding)
     look = SourceSample(source, listing, limits)
     template = choose_template(source, look.mappings)
+    quality = find_quality(options.quality, corpus_folder.parent)
     guessed, reason = look.guess_channel()
     is_auto = source.is_auto
     channel = guessed if is_auto else source.given_channel or guessed
@@ -134,13 +137,13 @@ def plan_source(source: Source, listing: Listing, corpus_folder: Path, options: 
             "limits": asdict(limits),
             "clean": [asdict(clean) for clean in cleans.values()],
             "dedup": signings,
-            "sizes": [options.unit_bytes, SEGMENT_BYTES, SEGMENT_ITEMS, FILES_PER_TASK],
+            "sizes": [options.unit_bytes, SEGMENT_BYTES, SEGMENT_ITEMS, FILES_PER_TASK, *quality.decisive],
         }
     )
     folder = corpus_folder / BUILD_NAME / inputs / source.name
     if not is_auto and source.given_channel:
         reason = "given" if source.channel else f"of the kind {source.kind}"
-    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder, template, limits)
+    return SourcePlan(source, listing, channel, reason, look, cleans, inputs, folder, template, limits, quality)
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ def _tasks(plan: SourcePlan, large: Mapping[str, Any], options: BuildOptions) ->
     reading = (source.name, plan.channel, source.is_auto, source.given_mapping, plan.look.mapping_of, plan.limits)
     units = enumerate(_files_of_tasks(plan.listing, large, options.unit_bytes))
     return [
-        IngestTask(tuple(files), plan.folder / f"unit-{number:05d}", *reading, plan.cleans, options.dedup)
+        IngestTask(tuple(files), plan.folder / f"unit-{number:05d}", *reading, plan.cleans, options.dedup, plan.quality)
         for number, files in units
     ]
 

@@ -36,6 +36,7 @@ OTHER_REASONS = {
     "near_duplicate": "Nearly the same text as another record.",
     "benchmark": "Contains an item of a benchmark named with --against.",
     "repeated_passages": "Of its text, too little had not occurred before. The bytes are also those cut out of others.",
+    "low_score": "The score is below quality.min_score.",
 }
 """Why records are dropped by others than the rules of cleaning."""
 STRIKING_SHARE, STRIKING_COUNT = 0.005, 20

@@ -48,7 +48,8 @@ def report_html(report: Mapping[str, Any]) -> str:
         *(_source_section(name, source, anchors[name]) for name, source in sources.items()),
         _settings(report),
     ]
-    return html_page(t("Corpus report"), package_text(__package__, "report.css"), body)
+    style, script = (package_text(__package__, name) for name in ("report.css", "report.js"))
+    return html_page(t("Corpus report"), style, body, script)
 
 
 def _headline(totals: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from zero2all.corpus.clean.cleaner import Cleaned, Cleaner
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.dedup.index import IndexWriter
 from zero2all.corpus.dedup.signatures import describe_encoded, encode
+from zero2all.corpus.quality import SCORE_KEY, Quality
 from zero2all.corpus.readers import EXCERPT_CHARS, Damaged, RawRow
 from zero2all.corpus.record import Document, encode_record, plain
 from zero2all.corpus.report import Tally
@@ -61,15 +62,16 @@ class SegmentWriter:
         channel: str,
         is_auto: bool,
         dedup: DedupConfig,
-        staging: Path,
+        quality: Quality,
         cleaners: Mapping[str, Cleaner],
+        staging: Path,
         stack: ExitStack,
     ) -> None:
-        self.source, self.channel, self.is_auto, self.dedup = source, channel, is_auto, dedup
+        self.source, self.channel, self.is_auto, self._how = source, channel, is_auto, (dedup, quality)
         self.staging, self.cleaners, self._stack = staging, cleaners, stack
         self._writers: dict[str, _ChannelWriter] = {}
         if not is_auto:
-            self._writers[channel] = _ChannelWriter(source, dedup, staging, cleaners[channel], stack)
+            self._writers[channel] = _ChannelWriter(source, *self._how, staging, cleaners[channel], stack)
         self._batch: list[tuple[RawRow | Damaged, Document | Damaged, int]] = []
         self._batch_chars = 0
 
@@ -118,7 +120,7 @@ class SegmentWriter:
             folder = self.staging / channel
             folder.mkdir()
             name = part_name(self.source, channel)
-            self._writers[channel] = _ChannelWriter(name, self.dedup, folder, self.cleaners[channel], self._stack)
+            self._writers[channel] = _ChannelWriter(name, *self._how, folder, self.cleaners[channel], self._stack)
         return self._writers[channel]
 
 
@@ -133,8 +135,10 @@ class _PendingDocument(NamedTuple):
 class _ChannelWriter:
     """Writes what a segment has of one channel."""
 
-    def __init__(self, source: str, dedup: DedupConfig, folder: Path, cleaner: Cleaner, stack: ExitStack) -> None:
-        self.source, self.dedup, self.folder, self.cleaner = source, dedup, folder, cleaner
+    def __init__(
+        self, source: str, dedup: DedupConfig, quality: Quality, folder: Path, cleaner: Cleaner, stack: ExitStack
+    ) -> None:
+        self.source, self.dedup, self.quality, self.folder, self.cleaner = source, dedup, quality, folder, cleaner
         self.tally = Tally()
         self.unread_bytes = 0
         self.items = 0
@@ -178,12 +182,14 @@ class _ChannelWriter:
         lines: list[bytes] = []
         numbers: list[int] = []
         bytes_kept = bytes_repaired = bytes_in = 0
-        for waiting, cleaned in zip(batch, self.cleaner.clean([one.document.content for one in batch]), strict=True):
+        done = self.cleaner.clean([one.document.content for one in batch])
+        scores = self.quality.judge([self._as_record(one) for one in batch] if self.quality.filter else [], done)
+        for waiting, cleaned, score in zip(batch, done, scores, strict=True):
             bytes_in += cleaned.text_bytes + cleaned.repaired_bytes
             if cleaned.reason is not None:
                 self._drop(waiting, cleaned)
                 continue
-            line = self._encode(waiting, cleaned)
+            line = self._encode(waiting, cleaned, score)
             if line is None:
                 continue
             bytes_kept += cleaned.text_bytes
@@ -208,13 +214,18 @@ class _ChannelWriter:
         np.save(self.folder / LAYOUT_NAME, np.concatenate(self._layout) if self._layout else np.zeros(0, LAYOUT))
         return {"items": self.items, "tally": self.tally.as_report(), "unread_bytes": self.unread_bytes}
 
-    def _encode(self, waiting: _PendingDocument, cleaned: Cleaned) -> bytes | None:
+    def _as_record(self, waiting: _PendingDocument) -> dict[str, Any]:
+        """What a filter of the user is given."""
+        place = {"source": self.source, "file": origin_name(waiting.item), "place": waiting.item.place}
+        return {**waiting.document._asdict(), "others": dict(waiting.document.others), **place}
+
+    def _encode(self, waiting: _PendingDocument, cleaned: Cleaned, score: float | None) -> bytes | None:
         document, tidy, masked = waiting.document, self.cleaner.tidy, self.tally.masked
         title = document.title and tidy(document.title, masked)
         category = document.category and tidy(document.category, masked)
         desc = document.desc and tidy(document.desc, masked)
         try:
-            others = document.others
+            others = document.others if score is None else {**document.others, SCORE_KEY: score}
             if self.cleaner.masks:
                 others = self.cleaner.mask(plain(others), masked)
             return encode_record(self.source, category, title, cleaned.text, desc, others)

@@ -7,6 +7,7 @@
     options: {format: jsonl.zst, valid_share: 0.005}
     clean: {too_short: {min_chars: 20}, zh: {digits: {max_share: 0.3}}}
     dedup: {near: all, jaccard: 0.8}
+    quality: {model: quality, min_score: 0.3}
     engine: {workers: 8}
 
 Paths are relative to the folder of the file. Dotted overrides (`--dedup.near off`) come on top.
@@ -26,11 +27,12 @@ from zero2all.common.yamlio import read_yaml
 from zero2all.corpus.clean.config import RULES, CleanConfig, build_config, merged
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.corpus.listing import is_url
+from zero2all.corpus.quality import QualityConfig
 from zero2all.corpus.readers import ReaderLimits, TextBy
 from zero2all.corpus.shard_files import SHARD_FORMATS, ShardFormat
 from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
 
-SECTIONS = ("sources", "options", "clean", "dedup", "engine")
+SECTIONS = ("sources", "options", "clean", "dedup", "quality", "engine")
 YAML_SUFFIXES = (".yaml", ".yml")
 NO_LINES = (
     "Lines that many records have are no longer removed; clean.boilerplate_lines.phrases removes lines by their words."
@@ -69,6 +71,8 @@ class BuildOptions:
     """Settings of rules, such as {"too_short": {"min_chars": 20}}; under the name of a channel, for that one only."""
     dedup: DedupConfig = field(default_factory=DedupConfig)
     """How duplicates are found."""
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    """How texts that the rules keep are judged."""
 
     def problems(self) -> list[str]:
         """Everything wrong with these options, one sentence each."""
@@ -85,7 +89,7 @@ class BuildOptions:
             found.append(f"max_damaged_share is {self.max_damaged_share}; expected 0 to 1")
         names = ("shard_bytes", "max_record_bytes", "split_text_above_bytes", "text_piece_bytes", "unit_bytes")
         found += [f"{name} is {getattr(self, name)}; expected at least 1" for name in names if getattr(self, name) < 1]
-        return found + self.dedup.problems() + [str(problem) for problem in self.clean_problems()]
+        return found + self.dedup.problems() + self.quality.problems() + [str(each) for each in self.clean_problems()]
 
     @property
     def limits(self) -> ReaderLimits:
@@ -175,6 +179,9 @@ def load_settings(
         if values:
             raise UsageError(f"Give one YAML file, not several ({', '.join(yaml_files)}).")
         values = _read_yaml(Path(word))
+        quality = values.get("quality")
+        if isinstance(quality, dict) and isinstance(quality.get("filter"), str):
+            quality["filter"] = str(_placed(quality["filter"], Path(word).parent))
         sources += _sources_of(values.pop("sources", None), Path(word).parent, problems)
     sources += [parse_source(word, mapping) for word in words if word not in yaml_files]
     if mapping and yaml_files:
@@ -203,14 +210,14 @@ def _build_sections(values: dict[str, Any], problems: list[Problem]) -> tuple[Bu
     ]
     given = values.get("options") or {}
     options = {**given} if isinstance(given, Mapping) else given
-    for section in ("clean", "dedup"):
+    for section in ("clean", "dedup", "quality"):
         if section in values and isinstance(options, dict):
             options[section] = values[section] if values[section] is not None else {}
     found: list[Problem] = []
     built = build(BuildOptions, options, "options", found)
     if isinstance(options, dict) and isinstance(options.get("clean"), Mapping):
         found += BuildOptions(clean=dict(options["clean"])).clean_problems()
-    named = tuple(f"options.{section}" for section in ("clean", "dedup") if section in values)
+    named = tuple(f"options.{section}" for section in ("clean", "dedup", "quality") if section in values)
     found = [  # under the name they were given
         replace(each, field=each.field.removeprefix("options.")) if each.field.startswith(named) else each
         for each in found

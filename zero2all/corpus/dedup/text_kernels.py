@@ -1,4 +1,4 @@
-"""The loops over text: signatures and white-space collapse. numba; import this module only where it runs.
+"""The loops over text: signatures, white-space collapse, hashed units. numba; import this module only where it runs.
 
 A batch of texts is one buffer of UTF-8 bytes and an array of offsets. Signatures are one-permutation minhashes: each
 shingle is hashed once (a rolling polynomial over its units modulo 2^64, then mixed), the upper half of the hash chooses
@@ -341,3 +341,34 @@ def collapse_spaces(
         if put > start and after_space:
             put -= 1
         ends[number] = put
+
+
+@njit(int64(types.Array(uint32, 1, "C", readonly=True), TEXT, int64, uint32[:, ::1]), cache=True, nogil=True)
+def find_rows(points: np.ndarray, classes: np.ndarray, bits: int, rows: np.ndarray) -> int:
+    """For every unit of a text two rows of a table of 2^bits: that of the unit, that of it and the one before it.
+
+    `points` are the code points of the text in lower case. Returns the number of units.
+    """
+    shift = np.uint64(64 - bits)
+    put = 0
+    word, before, last = np.uint64(0), np.int64(0), np.uint64(0)
+    for at in range(points.size + 1):
+        code = np.int64(points[at]) if at < points.size else np.int64(0x20)
+        if 0x30 <= code <= 0x39:
+            code = np.int64(0x30)
+        kind = _class_of(code, classes)
+        if kind == LETTER:
+            if code != 0x30 or before != 0x30:  # a number is one digit
+                word = (word ^ np.uint64(code)) * WORD_BASE
+                word ^= word >> np.uint64(31)
+            before = code
+            continue
+        sign = np.uint64(code) if kind != SPACE or (code == 0x0A and last != 0x0A) else np.uint64(0)
+        for unit in (word, sign):
+            if unit:
+                rows[put, 0] = _mix(unit) >> shift
+                rows[put, 1] = _mix((last ^ BASE) * WORD_BASE + unit) >> shift
+                put += 1
+                last = unit
+        word, before = np.uint64(0), np.int64(0)
+    return put
