@@ -67,16 +67,20 @@ def in_vllm(folder: Path, rows: list[Row], new: int) -> list[Answer]:
 
 
 def in_mlx(folder: Path, rows: list[Row], new: int) -> list[Answer]:
-    """By mlx-lm's model, without its cache."""
+    """By mlx-lm's model, and its own loop with a cache."""
     import mlx.core as mx
+    from mlx_lm.generate import generate_step
     from mlx_lm.utils import load_model
 
     model, _ = load_model(folder)
 
-    def logits(tokens: list[int]) -> Tensor:
-        return torch.tensor(model(mx.array([tokens])).astype(mx.float32).tolist()[0])
+    model.set_dtype(mx.float32)
 
-    return [(picked(logits(ids).log_softmax(-1), ids), greedy(logits, prompt, new)) for ids, prompt in rows]
+    def of_row(ids: list[int], prompt: list[int]) -> Answer:
+        scores = torch.tensor(model(mx.array([ids])).tolist()[0]).log_softmax(-1)
+        return picked(scores, ids), [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=new)]
+
+    return [of_row(*row) for row in rows]
 
 
 def tokenizer_of(engine: str, folder: Path) -> Any:

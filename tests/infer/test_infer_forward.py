@@ -2,6 +2,7 @@
 
 import copy
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,11 @@ from zero2all.infer import weights
 from zero2all.infer.cache import BLOCK, KeyValueBlocks
 from zero2all.infer.forward import Forward, Span
 from zero2all.infer.weights import (
+    KERNEL_BYTES,
     CpuInt4Weight,
     Int4Weight,
     Int8Weight,
+    PackedWeight,
     bits_per_weight,
     drop_matrices,
     int4_weight,
@@ -174,3 +177,16 @@ def test_logits_through_the_cache_equal_those_of_one_pass(config, packed):
         forward = Forward(weights, KeyValueBlocks(config, 3, torch.float32, torch.device("cpu")))
         found = through_the_cache(forward, ids[0].tolist(), portions)
         torch.testing.assert_close(found, logits(model, ids)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_of_many_lengths_leave_few_compiled_kernels():
+    """One for each length would take 20 times as much."""
+    weight = PackedWeight(random(512, 512).float())
+
+    def memory_after(lengths):
+        for rows in lengths:
+            weight.project(torch.ones(rows, 512), None)
+        return psutil.Process().memory_info().rss
+
+    before = memory_after([299, 128, 2])  # libraries are in memory
+    assert memory_after(range(2, 300)) - before < 50 * KERNEL_BYTES  # of 298; 8 up to 32 rows, 6 up to 128

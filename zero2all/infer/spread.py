@@ -33,6 +33,7 @@ from zero2all.infer.job import Job, Request, Scores
 from zero2all.infer.load import LoadedModel, stage_without_values
 from zero2all.infer.sampling import Sampling
 from zero2all.infer.weights import (
+    KERNEL_BYTES,
     LEAST_PACKED,
     PackedWeight,
     Weight,
@@ -225,7 +226,7 @@ class RankMemory(NamedTuple):
     """With what the engine makes of them: 8 or 4 bits, second copies for a CPU."""
     cache: int
     working: int
-    """Of the largest pass."""
+    """Of the largest pass, and the compiled kernels of a CPU."""
 
 
 def rank_memory(engine: Engine, sizes: MeshSizes, stage: int) -> RankMemory:
@@ -237,15 +238,19 @@ def rank_memory(engine: Engine, sizes: MeshSizes, stage: int) -> RankMemory:
     weights = sum(each.nbytes for each in (*model.parameters(), model.cos, model.sin))
     if engine.model_config.embedding_norm:
         weights += part.embedding.nbytes
+    kernels = 0
     if bits := bits_per_weight(own):
         weights += sum(int(each.numel() * bits / 8) - each.nbytes for each in matrices)
     elif any(isinstance(each, PackedWeight) for each in matrices_of(own)):
-        weights += sum(each.nbytes for each in matrices if each.numel() >= LEAST_PACKED)
+        packed = [each for each in matrices if each.numel() >= LEAST_PACKED]
+        weights += sum(each.nbytes for each in packed)
+        sizes_of_pass = -(-min(engine.max_batch, 32) // 4) + 1  # of new tokens, and one of prompts
+        kernels = KERNEL_BYTES * sizes_of_pass * len({each.shape for each in packed})
     config = part.config
     width = max((4 * config.heads + 6 * config.kv_heads) * config.head_size, 3 * config.intermediate_size)
     rows = engine.prefill_tokens * (width + 3 * config.hidden_size) * dtype.itemsize
     logits = 3 * 4 * engine.max_batch * config.vocab_rows
-    return RankMemory(weights, (engine.pool.total + 1) * block_bytes(config, dtype), max(rows, logits))
+    return RankMemory(weights, (engine.pool.total + 1) * block_bytes(config, dtype), max(rows, logits) + kernels)
 
 
 def make_engine(

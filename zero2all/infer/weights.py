@@ -123,6 +123,11 @@ LEAST_PACKED = 1 << 18
 """Values of a matrix that is packed: for a smaller one oneDNN's call takes longer than it saves."""
 
 
+MOST_PACKED, KERNEL_BYTES = 128, 570_000
+"""Rows up to which the packed copy is read; and what a compiled kernel takes. oneDNN compiles one for every shape of a
+matrix and number of rows, and never gives it back: prompts of many lengths took half a GB. So rows are filled up."""
+
+
 class PackedWeight:
     """A weight for the CPU, with a second copy in the order that oneDNN reads: for 2 to 32 rows that takes 40 to 70 %
     of the time. One row alone is faster with the plain one."""
@@ -133,10 +138,12 @@ class PackedWeight:
 
     def project(self, x: Tensor, bias: Tensor | None, /) -> Tensor:
         """See `StoredWeight`."""
-        if len(x) == 1:
+        rows = len(x)
+        if rows == 1 or rows > MOST_PACKED:
             return F.linear(x, self.plain, bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return y
+        filled = F.pad(x, (0, 0, 0, -rows % (4 if rows <= 32 else 16)))
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(filled, self.packed, bias, "none", [], "")
+        return y[:rows]
 
     def __len__(self) -> int:
         return len(self.plain)
