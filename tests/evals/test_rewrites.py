@@ -10,7 +10,7 @@ import pytest
 from zero2all.cli import main
 from zero2all.cli.evaluate import named_tasks
 from zero2all.common.errors import UsageError
-from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
+from zero2all.evals.items import BLANK, CONTINUE, FORMS, QUESTION, SENTENCE, Item, Task, check_item
 from zero2all.evals.judge import JudgeOptions
 from zero2all.evals.rewrites import measure
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
@@ -73,6 +73,11 @@ def test_of_several_right_options_one_is_left_and_of_one_right_option_the_questi
     item = only("R5", replace(CAPITAL, extra={"golds": (0, 2)}))
     assert sorted(item.choices) in (["Lima", "Oslo", "Paris"], ["Lima", "Oslo", "Rome"])
     assert item.answer in ("Paris", "Rome")
+    sets = only("R5.sets", replace(CAPITAL, extra={"golds": (0, 2)}))
+    assert (sets.answer, sets.golds, len(set(sets.choices))) == ("Rome; Paris", (), 4)
+    assert made("R5.sets", CAPITAL) == []
+    moved = made("R2", replace(CAPITAL, extra={"golds": (0, 2)}))
+    assert all({item.choices[place] for place in item.golds} == {"Rome", "Paris"} for item in moved)
     turned = only("R5", CAPITAL)
     assert turned.question.startswith("Which of these is not a right answer?")
     assert {*turned.choices} == {turned.answer, "Paris"} != {"Paris"}
@@ -91,6 +96,22 @@ def test_wording_becomes_a_short_answer_a_proposal_or_a_statement():
     assert item.choices[2] == "France is a country.\nWhat is the capital of France? The answer is Paris."
     assert item.shape == SENTENCE
     assert only("R10", GOES_ON).choices[0] == "The capital of France is Rome"
+
+
+def written(name, item):
+    return rewritten(item, chosen_rewrites([name])[name], 0, "generate")
+
+
+def test_for_written_answers_labels_stand_in_the_question_and_each_option_is_proposed():
+    (item,) = written("R1.stems", WATER)
+    assert item.question.endswith("丙．O2\n丁．H2O2")
+    assert (item.choices, item.extra["labels"]) == (WATER.choices, "甲乙丙丁")
+    assert written("R1.bullets", WATER)[0].extra["labels"] == ""
+    asked = written("R9", CAPITAL)
+    assert [(each.answer, each.gold) for each in asked] == [("False", 1), ("False", 1), ("True", 0), ("False", 1)]
+    assert asked[2].question == "What is the capital of France?\nProposed answer: Paris. True or false?"
+    both = written("R9", replace(CAPITAL, extra={"golds": (0, 2)}))
+    assert [each.answer for each in both] == ["True", "False", "True", "False"]
 
 
 def test_an_irrelevant_sentence_comes_first_and_another_language_needs_a_translation():
@@ -143,6 +164,7 @@ EVERY_CHAIN = [name for name, rewrite in REWRITES.items() if not isinstance(rewr
 def test_every_rewrite_makes_items_that_can_be_asked_with_their_lineage_and_the_same_for_the_same_seed(name):
     full = {"translation": "?", "paraphrases": ("a?", "b?")}
     items = [replace(item, extra=full) for item in (WATER, CAPITAL, PASSAGE, GOES_ON, PENS)]
+    items.append(replace(CAPITAL, id="several", extra={**full, "golds": (0, 2)}))
     found, again = ([each for item in items for each in made(name, item, seed=3)] for _ in range(2))
     assert found == again != []
     for item in found:
@@ -243,6 +265,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     cities = ("北京", "巴黎", "东京")
     asked = [(f"{country}的首都是", gold) for gold, country in enumerate(("中国", "法国", "日本"))]
     items = tuple(Item(text, text, cities, gold, cities[gold], "zh", shape=CONTINUE) for text, gold in asked)
+    plain = tuple(replace(item, shape=QUESTION) for item in items)
     task = Task("capitals", "zh", items, forms=("cloze", "choice"))
     chains = chosen_rewrites(["R2", "R6", "R10", "R13", "R18", "R14.5", "R8"])
     found = measure_rewrites(Engine(trained), [task], chains)["capitals"]
@@ -257,6 +280,12 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R8", "generate"]["items"] == 0
     only_cloze = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), JudgeOptions(["cloze"], 0))
     assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": only_cloze})
+    chains = chosen_rewrites(["R1.digits", "R2", "R7", "R8", "R9"])
+    said = measure_rewrites(
+        Engine(trained), [replace(task, items=plain, forms=FORMS)], chains, JudgeOptions(["generate"], 0)
+    )
+    forms = {row["rewrite"]: (row["baseline"], row["form"], row["items"]) for row in said["capitals"]["rows"]}
+    assert forms == dict.fromkeys(("R1.digits", "R2", "R8", "R9"), ("generate", "generate", 3)), "R7 is not written"
     assert found["spread"]["cloze"][0] <= rows["R10", "cloze"]["gap"] <= found["spread"]["cloze"][1]
     assert set(found["consistency"]) == {"cloze", "choice"}
     section = {"tasks": {"capitals": found}}

@@ -38,9 +38,13 @@ share(
         folder there; quickstart-facts needs no files (default: none)
     --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and items
     --data
-    --forms FORMS:names            question forms: cloze,choice,bits,generate (default: all that fit)
+    --forms FORMS:names            question forms: cloze,choice,bits,generate,think (default: all that fit but think)
     --shots N:int>=0               examples in each prompt (default: 5, or the benchmark's usual number)
     --limit N:int>=1               items per benchmark, the same ones every time (default: all)
+    --samples N:int>=1 =1          answers drawn for each item of the forms that write (generate, think); the one given
+        most often counts (default 1: the likeliest)
+    --think-tokens N:int>=1 =320   tokens to think in (default 320)
+    --chat                         ask for written answers in a conversation, for a model that was taught them
     --rewrites NAMES:names =()     also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/benchmarks.md
         lists them)
     --run-code                     run the programs that the model writes for HumanEval, in a sandbox (default: they are
@@ -84,7 +88,7 @@ def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
 
     if arguments.tasks is None:
         return None
-    same = ("data", "forms", "shots", "limit", "run_code", "rewrites")
+    same = ("data", "forms", "shots", "limit", "run_code", "samples", "think_tokens", "chat", "rewrites")
     given = {name: getattr(arguments, name) for name in same}
     return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
 

@@ -24,7 +24,7 @@ from zero2all.common import jsonio
 from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
-from zero2all.evals.items import CODE, CONTINUE, LABELS, QUESTION, Item, Task
+from zero2all.evals.items import CODE, CONTINUE, LABELS, QUESTION, WRITTEN, Item, Task
 from zero2all.evals.judge import Z95, FormResult, JudgeOptions, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
 from zero2all.evals.rewrites.list import TRAIN_ONCE, Chain, ShotRewrite, chosen_rewrites
@@ -87,6 +87,7 @@ class _RewriteMeasure:
 
     def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
         self.engine, self.task, self.seed, self.asked_forms = engine, task, options.seed, options.forms
+        self.options = options
         self.shots = task.default_shots if options.shots is None else options.shots
         self._originals: dict[str, dict[str, ModelAnswer]] = {}
         self._chosen: dict[str, dict[str, list[int]]] = {}
@@ -106,19 +107,23 @@ class _RewriteMeasure:
         """(form of the original, form of the rewritten items)."""
         form = next((rewrite.form for rewrite in reversed(chain) if rewrite.form), "")
         baseline = next((rewrite.baseline for rewrite in reversed(chain) if rewrite.baseline), "")
+        usual = self._usual_forms()
         if form:
-            return [(baseline or form, form)]
-        return [(usual, usual) for usual in self._usual_forms()]
+            usual = [each for each in usual if each in WRITTEN and self.asked_forms is not None]
+        pairs = [(each, each) for each in usual if each not in WRITTEN or all(one.is_written for one in chain)]
+        return [(baseline or form, form), *pairs] if form else pairs
 
     def _usual_forms(self) -> list[str]:
-        forms = [form for form in COMPARED if form in self.task.forms]
-        return forms if any(item.choices for item in self.task.items) else ["generate"]
+        """Those that compare likelihoods, and of those in which the model writes the ones that were asked for."""
+        written = [form for form in WRITTEN if form in (self.asked_forms or ())]
+        forms = [form for form in (*COMPARED, *written) if form in self.task.forms]
+        return forms if any(item.choices for item in self.task.items) else written or ["generate"]
 
     def _row(self, name: str, chain: Sequence[Rewrite], baseline: str, form: str) -> dict[str, Any]:
         before = self._original(baseline)
         items = self._with_hardest() if any(rewrite.name == "R6" for rewrite in chain) else self.task.items
-        made = {item.id: rewritten(item, chain, self.seed) for item in items}
-        shots = [each[0] for each in (rewritten(shot, chain, self.seed) for shot in self.task.shots) if each]
+        made = {item.id: rewritten(item, chain, self.seed, form) for item in items}
+        shots = [each[0] for each in (rewritten(shot, chain, self.seed, form) for shot in self.task.shots) if each]
         flat = tuple(each for variants in made.values() for each in variants)
         task = replace(self.task, items=flat, shots=tuple(shots), forms=(form,), skipped={}, problems=())
         results = self._judged(task, form, self.shots) if flat else []
@@ -140,7 +145,8 @@ class _RewriteMeasure:
         return self._compared(rewrite.name, form, form, before, after, result.skipped)
 
     def _judged(self, task: Task, form: str, shots: int) -> list[FormResult]:
-        return judge(self.engine, [task], JudgeOptions([form], shots, seed=self.seed))
+        asked = replace(self.options, forms=[form], shots=shots, limit=None)
+        return judge(self.engine, [replace(task, forms=(form,))], asked)
 
     def _original(self, form: str) -> dict[str, ModelAnswer]:
         if form not in self._originals:
@@ -220,7 +226,7 @@ def _gathered(result: FormResult, items: Sequence[Item], again: Collection[str] 
         options = {_option(item, each.chosen) for item, each in asked}
         chosen = None if None in options else options.pop() if len(options) == 1 else VARIES
         said = tuple(
-            Said(len(item.choices), item.gold or 0, each.chosen, bool(each.correct))
+            Said(0 if item.golds else len(item.choices), item.gold or 0, each.chosen, bool(each.correct))
             for item, each in asked
             if item.id not in again or len(asked) == 1
         )
@@ -318,10 +324,11 @@ def forms_words(row: Mapping[str, Any]) -> str:
 LEAST_NAME_COLUMNS = 26
 
 
-def rewrite_section(engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path) -> dict[str, Any]:
+def rewrite_section(
+    engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path, options: JudgeOptions
+) -> dict[str, Any]:
     """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
     chains = chosen_rewrites(questions.rewrites)
-    options = JudgeOptions(questions.forms, questions.shots, questions.limit)
     measured = measure_rewrites(engine, tasks, chains, options)
     section: dict[str, Any] = {"tasks": measured}
     if TRAIN_ONCE in questions.rewrites:
