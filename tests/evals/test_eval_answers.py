@@ -19,7 +19,8 @@ POET = Item("5", "谁？", answer="李白", language="zh", extra={"aliases": ["�
     ("item", "written", "answer"),
     [
         *((CITY, text, "1") for text in (" B", "(B)", "**B**", " B. Paris", "The answer is B.", "选B", "So what? B")),
-        *((CITY, text, "1") for text in ("paris", "A dog. B", "I think it is B", "The answer is a city: Paris", "Paris is big")),
+        *((CITY, text, "1") for text in ("paris", "Paris is big", "The answer is a city: Paris")),
+        *((CITY, text, "1") for text in ("A dog. B", "I think it is B")),
         (CITY, "Paris, Texas", "3"),
         (CITY, "The correct option is (C) Rome, not Paris", "2"),
         *((CITY, text, None) for text in ("", "An answer", "It is Paris, not Rome", "Bonn", "E")),

@@ -38,7 +38,8 @@ share(
         folder there; quickstart-facts needs no files (default: none)
     --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and items
     --data
-    --forms FORMS:names            question forms: cloze,choice,bits,generate,think (default: all that fit but think)
+    --forms FORMS:names            question forms: cloze,choice,bits,generate,think (default: all that fit but think);
+        best: the one that does best on the split of the examples
     --shots N:int>=0               examples in each prompt (default: 5, or the benchmark's usual number)
     --limit N:int>=1               items per benchmark, the same ones every time (default: all)
     --samples N:int>=1 =1          answers drawn for each item of the forms that write (generate, think); the one given
@@ -290,6 +291,23 @@ def _contamination(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     tasks = named_tasks(arguments.tasks, arguments.data)
     look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
+
+
+@verb("""
+    eval diff: compare two models or checkpoints item by item, each difference with a paired 95 % interval
+
+    one RUN[@STEP]      a run, its report of a step, or a report's file (step-….json)
+    other RUN[@STEP]    what to compare with it
+    --work
+
+    z2a eval diff my-run@1000 my-run --work my-workspace
+    """)
+def _diff(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.diff import compare, diff_lines, report_of
+
+    workspace = workspace_of(arguments)
+    (one, first), (other, second) = (report_of(workspace, name) for name in (arguments.one, arguments.other))
+    print("\n".join(diff_lines(one, other, compare(first, second))))
 
 
 @verb("""

@@ -16,11 +16,15 @@ WRITTEN = ("generate", "think")
 """Forms in which the model writes; the others compare likelihoods."""
 
 
+BEST = "best"
+"""Of all forms: the one in which a model does best on the split of the examples."""
+
+
 def check_forms(forms: Sequence[str] | None) -> None:
     """Refuse a form that does not exist; None are all."""
-    unknown = [form for form in forms or () if form not in FORMS]
+    unknown = [form for form in forms or () if form not in FORMS and (form != BEST or len(forms or ()) > 1)]
     if unknown:
-        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}.")
+        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}; or {BEST} alone.")
 
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

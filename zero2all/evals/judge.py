@@ -18,11 +18,11 @@ from statistics import fmean
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.progress import progress
+from zero2all.common.progress import progress, say
 from zero2all.evals import forms as ways
 from zero2all.evals.answers import credit, majority, read_answer, right_answers
 from zero2all.evals.forms import PromptedItem, Writing
-from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, WRITTEN, Item, Task, check_forms
+from zero2all.evals.items import BEST, CODE, CONTINUE, FORMS, LABELS, WRITTEN, Item, Task, check_forms
 from zero2all.evals.sandbox import SandboxLimits, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.chat import ChatPrompt
@@ -37,6 +37,8 @@ SUMMED = {
 }
 """The tasks of the two summary numbers."""
 
+CHOSEN_ON = 200
+"""Items of the split of the examples, to choose a form on."""
 HALVINGS = 10
 """Of the items, to choose a form on one half and score it on the other."""
 TOO_LONG = "longer than the context"
@@ -104,6 +106,8 @@ class FormResult:
     credit: float | None = None
     """Mean partial credit, with items that have several right options."""
     credit_interval: tuple[float, float] | None = None
+    chosen_on: int = 0
+    """Items of another split that the form was chosen on."""
 
     @property
     def centred(self) -> float | None:
@@ -149,11 +153,27 @@ def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = 
     check_forms(options.forms)
     results = []
     for task in tasks:
+        if options.forms is not None and BEST in options.forms:
+            results += _in_form_of_examples(engine, task, options)
+            continue
         asking = _TaskJudge(engine, task, options)
         for form in FORMS:
             if form in task.forms and (form != "think" if options.forms is None else form in options.forms):
                 results += asking.ask(form)
     return results
+
+
+def _in_form_of_examples(engine: Engine, task: Task, options: JudgeOptions) -> list[FormResult]:
+    """The task in the form that is best on items of another split, so that the choice gains nothing on those asked."""
+    others = limited(task.name, task.shots, CHOSEN_ON, options.seed)
+    if not others:
+        say(f"{task.name}: there is no other split to choose its form on; left out")
+        return []
+    tried = replace(task, items=tuple(others), skipped={}, problems=())
+    found = judge(engine, [tried], replace(options, forms=None, limit=None))
+    best = max(found, key=lambda each: -math.inf if each.centred is None else each.centred).form
+    asked = judge(engine, [task], replace(options, forms=[best.removesuffix("_pmi").partition("@")[0]]))
+    return [replace(each, chosen_on=len(others)) for each in asked if each.form == best]
 
 
 def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
@@ -169,7 +189,14 @@ def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
         if by_task:
             best = {task: _in_best_form(forms) for task, forms in by_task.items()}
             forms = {task: "/".join(chosen) for task, (_, chosen) in best.items()}
-            found[language] = {"score": fmean(centred for centred, _ in best.values()), "forms": forms}
+            score = fmean(centred for centred, _ in best.values())
+            chosen = [next(each for each in by_task[task] if each.form == best[task][1][0]) for task in best]
+            spread = [
+                math.hypot(*(((each.centred or 0.0) - (each.centred_interval or (0.0, 0.0))[end]) for each in chosen))
+                for end in (0, 1)
+            ]
+            interval = (score - spread[0] / len(chosen), score + spread[1] / len(chosen))
+            found[language] = {"score": score, "interval": interval, "forms": forms}
     return found
 
 

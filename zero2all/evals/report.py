@@ -357,6 +357,8 @@ def _table(title: str, results: list[dict[str, Any]]) -> list[str]:
             f"{above}  {interval:<16} {bits:>9}".rstrip()
         )
         notes = [t(f"{count:,} skipped: {reason}") for reason, count in each["skipped"].items()]
+        if each["chosen_on"]:
+            notes.append(t(f"the form is the best of all on {each['chosen_on']:,} items of another split"))
         if each["no_answer"]:
             notes.append(t(f"{each['no_answer']:,} texts without an answer"))
         if each["credit"] is not None:
@@ -377,7 +379,9 @@ def task_lines(section: dict[str, Any]) -> list[str]:
     names = {"en": "English", "zh": "Chinese"}
     for language, found in section["summary"].items():
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
-        lines.append(t(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}"))
+        low, high = found["interval"]
+        score = f"{found['score']:.1%} above chance, 95 % {low:.1%} … {high:.1%}"
+        lines.append(t(f"  {names[language]}: {score}, the mean of {forms}"))
     if section["summary"]:
         lines.append(t("  The form of a task is chosen on one half of its items and scored on the other."))
     if not is_isolated(section.get("protection", {})):
