@@ -380,8 +380,8 @@ def task_lines(section: dict[str, Any]) -> list[str]:
     for language, found in section["summary"].items():
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
         low, high = found["interval"]
-        score = f"{found['score']:.1%} above chance, 95 % {low:.1%} … {high:.1%}"
-        lines.append(t(f"  {names[language]}: {score}, the mean of {forms}"))
+        score = f"{found['score']:.1%}"
+        lines.append(t(f"  {names[language]}: {score} above chance, 95 % {low:.1%} … {high:.1%}, the mean of {forms}"))
     if section["summary"]:
         lines.append(t("  The form of a task is chosen on one half of its items and scored on the other."))
     if not is_isolated(section.get("protection", {})):
