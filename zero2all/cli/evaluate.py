@@ -36,7 +36,8 @@ share(
         be repeated
     --tasks NAMES:names            benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every
         folder there; quickstart-facts needs no files (default: none)
-    --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and items
+    --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and
+        items; chat-en,chat-zh: what a tuned model answers, without files
     --data
     --forms FORMS:names            question forms: cloze,choice,bits,generate (default: all that fit)
     --shots N:int>=0               examples in each prompt (default: 5, or the benchmark's usual number)

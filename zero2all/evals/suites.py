@@ -19,13 +19,16 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
+from zero2all.evals.chat_tasks import CHAT_FILE, CHAT_FORM, KINDS, ask_chat, chat_task
 from zero2all.evals.items import Item, Task
 from zero2all.evals.tasks.list import TaskQuestions, read_tasks
 
 if TYPE_CHECKING:
     from zero2all.evals.judge import FormResult
     from zero2all.infer.engine import Engine
+    from zero2all.infer.load import LoadedModel
 
 VERSION = 1
 """Every change of the table or of a number here is a new version."""
@@ -44,6 +47,7 @@ SUITES = {
         "c3": "cloze",  # reading: the passage helps before facts are known
         "cmmlu": "cloze",  # exams, facts: by label at chance up to 1 B
     },
+    **{f"chat-{language}": {f"{kind}-{language}": CHAT_FORM for kind in KINDS} for language in ("en", "zh")},
 }
 
 
@@ -62,7 +66,10 @@ class SuiteQuestions:
         for suite in self.names:
             if suite not in SUITES:
                 raise UsageError(f"There is no suite {suite!r}. {nearest_hint(suite, SUITES)}")
-            for name in SUITES[suite]:
+            for name, form in SUITES[suite].items():
+                if form == CHAT_FORM:
+                    tasks[name] = chat_task(name)
+                    continue
                 try:
                     (task,) = read_tasks(self.data, [name])
                     if (count := len(fixed_items(task.items))) < ITEMS:
@@ -77,8 +84,23 @@ class SuiteQuestions:
 
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them, with the checksum of every file."""
-        names = tuple(name for suite in self.names for name in SUITES[suite])
-        return {"suites": self.names, "version": VERSION, **TaskQuestions(names, self.data).record()}
+        names = tuple(name for suite in self.names for name, form in SUITES[suite].items() if form != CHAT_FORM)
+        made = {"chat": crc32c_of(CHAT_FILE)} if self._chats else {}  # other reports are as they were
+        return {"suites": self.names, "version": VERSION, **TaskQuestions(names, self.data).record(), **made}
+
+    @property
+    def _chats(self) -> list[str]:
+        return [suite for suite in self.names if CHAT_FORM in SUITES[suite].values()]
+
+    def check(self, loaded: LoadedModel) -> None:
+        """Refuse a model that has not learned to answer, where answers are asked for."""
+        from zero2all.infer.chat import choose  # loads torch
+
+        if self._chats and (found := choose(loaded)).how != "template":
+            raise UsageError(
+                f"{' and '.join(self._chats)} cannot be asked of {loaded.name}, which has no chat template that it "
+                f"knows: {found.why}. Ask a run of `z2a sft`, `z2a dpo` or `z2a rl`, or leave the suite out."
+            )
 
 
 def fixed_items(items: Sequence[Item]) -> tuple[Item, ...]:
@@ -90,8 +112,10 @@ def fixed_items(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(found[rank] for rank in sorted(found)[:ITEMS])
 
 
-def ask_task(engine: Engine, task: Task, form: str) -> FormResult:
-    """What the model makes of these items in this form."""
+def ask_task(engine: Engine, task: Task, form: str, loaded: LoadedModel | None = None) -> FormResult:
+    """What the model makes of these items in this form. `loaded`: its template, for the form `chat`."""
+    if loaded is not None and form == CHAT_FORM:
+        return ask_chat(loaded, engine, task)
     from zero2all.evals.judge import JudgeOptions, judge, wilson  # loads torch
 
     asked = replace(task, items=fixed_items(task.items), skipped={})
