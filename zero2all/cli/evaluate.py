@@ -290,6 +290,39 @@ def _contamination(arguments: argparse.Namespace) -> None:
 
 
 @verb("""
+    eval once: let a model read questions once, without answers, and ask before and after (R17): what does it gain?
+
+    run? --work
+    --tasks! NAMES:names       benchmarks whose questions have options: cmmlu,my-questions, each a folder of --data
+    --data --step
+    --forms FORMS:names        question forms (default: cloze,choice)
+    --shots N:int>=0           examples in each prompt (default: 5, or the benchmark's usual number)
+    --limit N:int>=1           items per benchmark, the same ones every time (default: all)
+    --lr X:float>0             the constant learning rate (default: a tenth of the run's highest)
+    --name NAME                name of the study and beginning of the names of its two runs (default: RUN-read)
+
+    z2a eval once my-run --work my-workspace --tasks cmmlu --data eval-data --limit 500
+    """)
+def _once(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.terminal import print_table
+    from zero2all.evals.tasks.list import TaskQuestions
+    from zero2all.experiments.once import OnceOptions, measure_once
+
+    given = {name: getattr(arguments, name) for name in ("data", "forms", "shots", "limit")}
+    questions = TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
+    options = OnceOptions(arguments.name or f"{arguments.run}-read", arguments.step, arguments.lr)
+    report, path = measure_once(arguments.run, workspace_of(arguments), questions, options)
+    rows = [["task", "form", "items", "before", "after", "control", "gain", "95 %", "over control", "95 %"]]
+    for each in report["results"]:
+        shares = [f"{each[name]:.1%}" for name in ("before", "after", "control")]
+        gains = [(each[name], each[f"{name}_interval"]) for name in ("gain", "over_control")]
+        words = [word for gain, (low, high) in gains for word in (f"{gain:+.1%}", f"{low:+.1%} … {high:+.1%}")]
+        rows.append([each["task"], each["form"], f"{each['items']:,}", *shares, *words])
+    print_table(rows)
+    tell(f"{report['trained_tokens']:,} tokens read in {counted(report['steps'], 'step')}; written to {path}")
+
+
+@verb("""
     eval harness: run tasks of lm-eval on one checkpoint, offline (pip install 'zero2all[lmeval]')
 
     run? --work

@@ -257,7 +257,7 @@ def gap_of(before: Sequence[ModelAnswer], after: Sequence[ModelAnswer], is_same_
     original, rewritten = ([answer.right for answer in answers] for answers in (before, after))
     gaps = [1 - scale * (1 - one) - other for one, other in zip(original, rewritten, strict=True)]
     all_right = [answer.all_right for answer in after if answer.all_right is not None]
-    gap, interval, p = _mean_gap(gaps)
+    gap, interval, p = mean_gap(gaps)
     expected = 1 - scale * (1 - fmean(original))
     of_all = fmean(all_right) if all_right else None
     values = (fmean(original), guess, fmean(rewritten), later, expected, of_all, gap, interval, p)
@@ -280,7 +280,7 @@ def _guesser(answers: Sequence[ModelAnswer], seen: Sequence[Said]) -> float:
     )
 
 
-def _mean_gap(gaps: Sequence[float]) -> tuple[float, tuple[float, float], float]:
+def mean_gap(gaps: Sequence[float]) -> tuple[float, tuple[float, float], float]:
     """The mean, its 95 % interval and two-sided p: a normal interval with one more item on either side, good for few
     items too (Bonett and Price, for gaps of -1, 0 and 1)."""
     total = len(gaps) + 2
