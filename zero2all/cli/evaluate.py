@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import TYPES, group, share, verb, workspace_of
+from zero2all.cli.verb import TYPES, group, share, verb, workspace_of, write_json_result
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, say, tell
@@ -27,7 +27,8 @@ share(
         workspace if it exists, else the built-in ones; none: skip them)
     --pairs FILE                   contrast pairs to compare: a YAML file or JSON lines (default: raw/pairs.jsonl of the
         workspace if it exists, else the built-in ones; none: skip them)
-    --text* PATH:text_path         also score this text file or folder of text files; may be repeated
+    --text* PATH:text_path         also score this text file or folder of text files; neutral: our own ones, by domain;
+        may be repeated
     --stride N:int>=0 =0           score long texts in windows that start N tokens apart, so that every token has
         context (default 0: no overlap)
     --max-bytes N:int>=1 =1000000  held-out bytes to score per source, and bytes of each --text file (default 1000000)
@@ -71,9 +72,13 @@ def _steps(text: str) -> Callable[[int], bool]:
 
 
 def _path(text: str) -> Path:
-    """A type for add_argument: a path; an empty one, as of an unset shell variable, is no folder."""
+    """A type for add_argument: a path, or `neutral`; an empty one, as of an unset shell variable, is no folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("got an empty path, expected a text file or a folder of text files")
+    if text == "neutral":
+        from zero2all.evals.options import OWN_TEXTS
+
+        return OWN_TEXTS
     return Path(text)
 
 
@@ -320,6 +325,41 @@ def _once(arguments: argparse.Namespace) -> None:
         rows.append([each["task"], each["form"], f"{each['items']:,}", *shares, *words])
     print_table(rows)
     tell(f"{report['trained_tokens']:,} tokens read in {counted(report['steps'], 'step')}; written to {path}")
+
+
+@verb("""
+    eval completions: judge HumanEval answers that are given in a file: pass@1 and pass@k
+
+    file FILE.jsonl:path  a line for each sample: {"task_id": "HumanEval/0", "completion": "    return 1"}
+    --data
+    --run-code            run them, in a sandbox; without it only the file is read and checked
+    --k N:int>=1          samples that may be tried (default: as many as every task has)
+    --json FILE:out       also write the result as JSON, with the outcome of each sample; - prints only that
+
+    z2a eval completions samples.jsonl --data eval-data --run-code
+    """)
+def _completions(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.completions import judge_completions, read_completions
+    from zero2all.evals.sandbox import is_isolated
+    from zero2all.evals.tasks.list import read_tasks
+
+    (task,) = read_tasks(arguments.data, ["humaneval"])
+    found = read_completions(arguments.file, task)
+    if not arguments.run_code:
+        samples = sum(map(len, found.values()))
+        tell(f"{samples:,} completions of {len(found):,} tasks can be run, and were not: add --run-code.")
+        return
+    report = judge_completions(found, task, arguments.k)
+    if write_json_result(arguments.json, report):
+        return
+    shares = [f"{name} {share:.1%}" for name, share in report.items() if name.startswith("pass@")]
+    tell(f"{', '.join(shares)}: {report['completions']:,} completions of {report['tasks']:,} tasks")
+    if (missing := report["of"] - report["tasks"]) > 0:
+        tell(f"PARTIAL: {missing:,} of {report['of']:,} tasks have no completion, not to be compared with all")
+    if not is_isolated(report["protection"]):
+        from zero2all.evals.report import NOT_ISOLATED
+
+        print(t(NOT_ISOLATED))
 
 
 @verb("""
