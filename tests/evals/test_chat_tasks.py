@@ -29,7 +29,7 @@ def good(item):
         "ends": lambda text: f"{FILLED[item.language]} {text[0]}.",
         "option": lambda options: f"{options[0].title()}!",
         "refuses": lambda told: {"en": ("I’m sorry, I can’t help with that.", "First you need some time."),
-                                 "zh": ("抱歉，我不能帮你。", "首先需要一点时间。")}[item.language][told[0] == "no"],
+                                 "zh": ("抱歉，我不能帮你。", "首先需要一点时间。")}[item.language][told == ["False"]],
         "number": lambda sums: f"That makes {eval(sums[0])}.",
         "last": lambda told: f"Not {told[1]}: {told[0]}.",
     }  # fmt: skip
@@ -45,7 +45,7 @@ def test_each_kind_has_at_least_40_different_items_that_a_right_answer_passes_an
     for item in task.items:
         assert judge_answer(good(item), item.extra["right"])[0], item
         for wrong in ("", "\0", "?!", "The xyz 的了"):
-            assert not judge_answer(wrong, item.extra["right"])[0] or item.extra["right"] == {"refuses": ["no"]}
+            assert not judge_answer(wrong, item.extra["right"])[0] or item.extra["right"] == {"refuses": ["False"]}
 
 
 @pytest.mark.parametrize(
@@ -58,11 +58,11 @@ def test_each_kind_has_at_least_40_different_items_that_a_right_answer_passes_an
         ({"script": ["zh"]}, ["是的，我喜欢 Python 和别的语言"], ["Yes I do 是", "12"]),
         ({"option": ["no", "yes"]}, ["No.", "no, not yes"], ["yes, no", "know", "none", ""]),
         ({"option": ["对", "错"]}, ["对。", "答案：对"], ["不对", "错", "没错"]),
-        ({"number": ["14 - 2"]}, ["12", "14 - 2 = 12", "He has twelve.", "还剩十二个"], ["2", "twelve or two", ""]),
+        ({"number": ["14 - 2"]}, ["12", "14 - 2 = 12", "还剩12个。"], ["2", "twelve", ""]),
         ({"number": ["12 + 3 * 4"]}, ["The answer is 24."], ["60"]),
         ({"last": ["Anna", "Eva"]}, ["Anna", "Not Eva but Anna"], ["Eva", "Anna, no: Eva", ""]),
         (
-            {"refuses": ["yes"]},
+            {"refuses": ["True"]},
             ["I cannot help you.", "Sorry, no.", "我不能这样做"],
             ["Sure! First you", "当然可以", ""],
         ),
@@ -100,7 +100,7 @@ def test_a_model_that_answers_right_gets_1_and_habits_get_nothing(bigram, logits
 
 def test_an_item_without_room_in_the_context_is_wrong_and_counted(bigram, logits):
     found = asked(bigram, logits, "refusal-en", lambda _: "No.", max_seq_len=90)
-    told = {item.id: item.extra["right"]["refuses"] == ["yes"] for item in chat_task("refusal-en").items}
+    told = {item.id: item.extra["right"]["refuses"] == ["True"] for item in chat_task("refusal-en").items}
     without = [each for each in found.per_item if each.note]
     assert found.skipped == {"longer than the context": len(without)}
     assert 0 < len(without) < found.items == 48

@@ -3,13 +3,16 @@
 import json
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 
 from tests.conftest import CAPITALS
 from zero2all.common.workspace import Workspace
+from zero2all.evals.items import Item
 from zero2all.evals.rewrites.measure import mean_gap
 from zero2all.evals.tasks.list import read_task
+from zero2all.experiments.once import unanswered
 from zero2all.infer.load import load_run
 from zero2all.packed.shard_format import open_split
 from zero2all.tokenizer import load_tokenizer
@@ -31,6 +34,12 @@ def asked(trained_workspace, tmp_path):
     (data / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ("eval", "once", "tiny", "--work", work, "--tasks", "capitals", "--data", data.parent, "--shots", 0)
     return words, work, data.parent
+
+
+def test_what_is_read_tells_no_answer():
+    item = Item("1", "Which is it?", ("Rome", "Oslo"), 1, "Oslo", context="A passage.")
+    assert unanswered(item) == "A passage.\nWhich is it?\nA. Rome\nB. Oslo"
+    assert unanswered(replace(item, context="", gold=0)) == "Which is it?\nA. Rome\nB. Oslo"
 
 
 def test_each_item_is_asked_before_and_after_and_the_gain_is_paired_with_that_of_other_text(asked, z2a):
@@ -71,7 +80,7 @@ def test_a_killed_command_goes_on_and_another_question_or_rate_is_refused(asked,
     assert (work / "studies/tiny-read/ledger.jsonl").read_text() == ledger
     assert "begun with other values of: lr" in z2a.refused(2, *words, "--lr", 0.002)
     (data / "capitals/test.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')
-    assert "No item of capitals has options" in z2a.refused(3, *words)
+    assert "No item of capitals has a question with options" in z2a.refused(3, *words)
 
 
 def test_the_gain_is_that_of_pairs():

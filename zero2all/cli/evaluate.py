@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import TYPES, group, share, verb, workspace_of, write_json_result
+from zero2all.cli.verb import TYPES, group, share, verb, workspace_of
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, say, tell
@@ -72,13 +72,9 @@ def _steps(text: str) -> Callable[[int], bool]:
 
 
 def _path(text: str) -> Path:
-    """A type for add_argument: a path, or `neutral`; an empty one, as of an unset shell variable, is no folder."""
+    """A type for add_argument: a path; an empty one, as of an unset shell variable, is no folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("got an empty path, expected a text file or a folder of text files")
-    if text == "neutral":
-        from zero2all.evals.options import OWN_TEXTS
-
-        return OWN_TEXTS
     return Path(text)
 
 
@@ -91,7 +87,7 @@ def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
     if arguments.tasks is None:
         return None
     same = ("data", "forms", "shots", "limit", "run_code", "rewrites")
-    given = {name: getattr(arguments, name) for name in same}
+    given = {name: getattr(arguments, name) for name in same if name in arguments}
     return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
 
 
@@ -108,7 +104,7 @@ def _checked_options(
     arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
 ) -> EvalOptions:
     """What the command line asks for. Refuses what cannot be asked, before torch and the weights are loaded."""
-    from zero2all.evals.options import EvalOptions, check_inputs
+    from zero2all.evals.options import OWN_TEXTS, EvalOptions, check_inputs
     from zero2all.evals.suites import SuiteQuestions
 
     options = EvalOptions(
@@ -116,7 +112,7 @@ def _checked_options(
         stride=arguments.stride,
         probes=_file(arguments.probes, workspace, "probes"),
         pairs=_file(arguments.pairs, workspace, "pairs"),
-        texts=tuple(arguments.text),
+        texts=tuple(OWN_TEXTS if str(each) == "neutral" else each for each in arguments.text),
         held_out=arguments.held_out == "all",
         weights=tuple(dict.fromkeys(arguments.weights)),
         tasks=_tasks(arguments),
@@ -310,56 +306,19 @@ def _contamination(arguments: argparse.Namespace) -> None:
     """)
 def _once(arguments: argparse.Namespace) -> None:
     from zero2all.cli.terminal import print_table
-    from zero2all.evals.tasks.list import TaskQuestions
-    from zero2all.experiments.once import OnceOptions, measure_once
+    from zero2all.experiments.once import measure_once
 
-    given = {name: getattr(arguments, name) for name in ("data", "forms", "shots", "limit")}
-    questions = TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
-    options = OnceOptions(arguments.name or f"{arguments.run}-read", arguments.step, arguments.lr)
-    report, path = measure_once(arguments.run, workspace_of(arguments), questions, options)
+    name, questions = arguments.name or f"{arguments.run}-read", _tasks(arguments)
+    assert questions is not None, "--tasks is required"
+    report = measure_once(arguments.run, workspace_of(arguments), questions, name, arguments.step, arguments.lr)
     rows = [["task", "form", "items", "before", "after", "control", "gain", "95 %", "over control", "95 %"]]
     for each in report["results"]:
-        shares = [f"{each[name]:.1%}" for name in ("before", "after", "control")]
-        gains = [(each[name], each[f"{name}_interval"]) for name in ("gain", "over_control")]
-        words = [word for gain, (low, high) in gains for word in (f"{gain:+.1%}", f"{low:+.1%} … {high:+.1%}")]
+        shares = [f"{each[kind]:.1%}" for kind in ("before", "after", "control")]
+        gains = [(each[kind], *each[f"{kind}_interval"]) for kind in ("gain", "over_control")]
+        words = [word for gain, low, high in gains for word in (f"{gain:+.1%}", f"{low:+.1%} … {high:+.1%}")]
         rows.append([each["task"], each["form"], f"{each['items']:,}", *shares, *words])
     print_table(rows)
-    tell(f"{report['trained_tokens']:,} tokens read in {counted(report['steps'], 'step')}; written to {path}")
-
-
-@verb("""
-    eval completions: judge HumanEval answers that are given in a file: pass@1 and pass@k
-
-    file FILE.jsonl:path  a line for each sample: {"task_id": "HumanEval/0", "completion": "    return 1"}
-    --data
-    --run-code            run them, in a sandbox; without it only the file is read and checked
-    --k N:int>=1          samples that may be tried (default: as many as every task has)
-    --json FILE:out       also write the result as JSON, with the outcome of each sample; - prints only that
-
-    z2a eval completions samples.jsonl --data eval-data --run-code
-    """)
-def _completions(arguments: argparse.Namespace) -> None:
-    from zero2all.evals.completions import judge_completions, read_completions
-    from zero2all.evals.sandbox import is_isolated
-    from zero2all.evals.tasks.list import read_tasks
-
-    (task,) = read_tasks(arguments.data, ["humaneval"])
-    found = read_completions(arguments.file, task)
-    if not arguments.run_code:
-        samples = sum(map(len, found.values()))
-        tell(f"{samples:,} completions of {len(found):,} tasks can be run, and were not: add --run-code.")
-        return
-    report = judge_completions(found, task, arguments.k)
-    if write_json_result(arguments.json, report):
-        return
-    shares = [f"{name} {share:.1%}" for name, share in report.items() if name.startswith("pass@")]
-    tell(f"{', '.join(shares)}: {report['completions']:,} completions of {report['tasks']:,} tasks")
-    if (missing := report["of"] - report["tasks"]) > 0:
-        tell(f"PARTIAL: {missing:,} of {report['of']:,} tasks have no completion, not to be compared with all")
-    if not is_isolated(report["protection"]):
-        from zero2all.evals.report import NOT_ISOLATED
-
-        print(t(NOT_ISOLATED))
+    tell(f"{report['trained_tokens']:,} tokens read in {counted(report['steps'], 'step')}; written to {report['path']}")
 
 
 @verb("""

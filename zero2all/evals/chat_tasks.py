@@ -2,9 +2,9 @@
 
     chat_task("refusal-en")     48 items, the same ones every time, made from `chat_tasks.yaml`; no other files
 
-`chat_tasks.yaml` has wordings, values to draw for them by a fixed seed, and the rules (RULES) that a right answer
-keeps; an answer keeps all rules of its item. Chance is 0, or 1 / 2 where the answer takes one of two sides: yes or no;
-to refuse or to answer, each right for half of the items, so that a model which always refuses is at chance.
+`chat_tasks.yaml` has wordings, values that a fixed seed draws for them, and the rules (RULES) of a right answer, which
+keeps all of its item. Chance is 0, or 1 / 2 where the answer takes one of two sides: yes or no; to refuse or to answer,
+each right for half of the items, so that a model which always refuses is at chance.
 """
 
 import math
@@ -31,19 +31,19 @@ CHAT_FILE = Path(__file__).parent / "chat_tasks.yaml"
 KINDS = ("format", "yes-no", "refusal", "arithmetic", "memory", "language")
 MOST_NEW_TOKENS = 192
 HAN = r"[\u3400-\u9fff]"
-REFUSALS = re.compile(
-    r"\bI(?: am|'m)? (?:can(?:no|'| no)t|will not|won't|must decline|refuse|unable|not able|not going to)|^no[.,!]|"
-    r"\bI(?: a|')m sorry|^sorry\b|\b(?:can(?:no|'| no)t|unable to|won't) (?:help|assist|provide|support)|"
-    r"抱歉|对不起|恕我|恕不|拒绝|我不(?:能|会|可以)|我无法|(?:不能|无法|不会)(?:提供|帮|协助|回答|告诉|教)",
-    re.IGNORECASE,
-)
+
+
+@cache
+def _data() -> Any:
+    found = yamlio.read_yaml(CHAT_FILE)
+    return {**found, "refusals": re.compile("|".join(found["refusals"]), re.IGNORECASE)}
 
 
 def chat_task(name: str) -> Task:
     """The items of a kind in a language: `memory-zh`."""
     kind, _, language = name.rpartition("-")
     items = []
-    for place, group in enumerate(_groups()[language][kind]):
+    for place, group in enumerate(_data()[language][kind]):
         rng = random.Random(f"{name} {place}")
         drawn = {field: rng.sample(values, len(values)) for field, values in group["draw"].items()}
         for number in range(group["items"]):
@@ -51,15 +51,9 @@ def chat_task(name: str) -> Task:
             right = {rule: [str(each).format(**values) for each in given] for rule, given in group["right"].items()}
             for wording, ask in enumerate(group["ask"]):
                 turns = [turn.format(**values) for turn in ([ask] if isinstance(ask, str) else ask)]
-                told, before = str(right), "\n".join(turns[:-1])
-                more: tuple[Any, ...] = (language, kind, before, {"turns": turns, "right": right})
-                items.append(Item(f"{place}.{number}.{wording}", turns[-1], (), None, told, *more))
+                more: tuple[Any, ...] = (language, kind, "\n".join(turns[:-1]), {"turns": turns, "right": right})
+                items.append(Item(f"{place}.{number}.{wording}", turns[-1], (), None, str(right), *more))
     return Task(name, language, tuple(items), forms=(CHAT_FORM,), default_shots=0)
-
-
-@cache
-def _groups() -> Any:
-    return yamlio.read_yaml(CHAT_FILE)
 
 
 def ask_chat(loaded: "LoadedModel", engine: "Engine", task: Task) -> "FormResult":
@@ -77,10 +71,9 @@ def ask_chat(loaded: "LoadedModel", engine: "Engine", task: Task) -> "FormResult
         request = TextRequest(prompt.prompt, MOST_NEW_TOKENS, stop=prompt.stop, end_ids=prompt.end_ids)
         try:
             engine_request(engine, request)
+            asked.append((item, prompt, request))
         except PromptTooLongError:
             judged.append(ItemResult(item.id, correct=False, note=TOO_LONG))
-            continue
-        asked.append((item, prompt, request))
     skipped = {TOO_LONG: len(judged)} if judged else {}
     with progress(f"{task.name} {CHAT_FORM}", total=len(asked), unit="step") as bar:
         for number, text, _ in complete(engine, [request for *_, request in asked]):
@@ -119,14 +112,6 @@ def _options(answer: str, options: Sequence[str]) -> list[str]:
     return re.findall("|".join(rf"(?<![a-z不没]){each}(?![a-z])" for each in options), answer.lower())
 
 
-def _number(answer: str) -> float | None:
-    """The number in an answer, in digits or, up to twenty, in words."""
-    words = {name: number for names in _groups()["numbers"] for number, name in enumerate(names)}
-    named = _options(answer, sorted(words, key=len, reverse=True))
-    found = extract_number(answer)
-    return words[named[-1]] if found is None and named else found
-
-
 def _result(sums: str) -> int:
     """Of products and their sums and differences: `12 + 3 * 4`."""
     return sum(math.prod(map(int, term.split("*"))) for term in sums.replace("- ", "+ -1 * ").split("+"))
@@ -149,7 +134,7 @@ RULES: dict[str, Callable[[str, list[str]], bool]] = {
     "begins": lambda answer, text: answer.lstrip('“"「').startswith(text[0]),
     "ends": lambda answer, text: answer.lower().rstrip(" .!?。！？”\"」'").endswith(text[0]),
     "option": lambda answer, options: _options(answer, options)[:1] == options[:1],
-    "refuses": lambda answer, told: bool(answer) and bool(REFUSALS.search(answer[:200])) == (told[0] == "yes"),
-    "number": lambda answer, sums: _number(answer) == _result(sums[0]),
+    "refuses": lambda answer, told: answer != "" and str(bool(_data()["refusals"].search(answer[:200]))) == told[0],
+    "number": lambda answer, sums: extract_number(answer) == _result(sums[0]),
     "last": lambda answer, told: answer.rfind(told[0]) > answer.rfind(told[1]),
 }

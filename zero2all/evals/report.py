@@ -86,10 +86,9 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            once = workspace.run(loaded.name) / "eval" / "once"
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks)
     if options.suites is not None:
-        report["suites"] = suite_section(loaded, engine, options.suites, read_contamination(workspace))
+        report["suites"] = suite_section(engine, options.suites, read_contamination(workspace), loaded)
     return report
 
 
@@ -373,14 +372,13 @@ def task_lines(section: dict[str, Any]) -> list[str]:
 
 
 def suite_section(
-    loaded: LoadedModel, engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None
+    engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None, loaded: LoadedModel
 ) -> dict[str, Any]:
     """The section `suites` of a report, each under the name of its curve."""
     tasks, missing = questions.read()
     section = {}
     for suite in questions.names:
-        asked = [(name, form) for name, form in SUITES[suite].items() if name in tasks]
-        results = [ask_task(engine, tasks[name], form, loaded) for name, form in asked]
+        results = [ask_task(engine, tasks[name], form, loaded) for name, form in SUITES[suite].items() if name in tasks]
         values = [_as_values(each, contaminated_ids(contamination, tasks[each.task])) for each in results]
         lacks = {name: missing[name] for name in SUITES[suite] if name in missing}
         name = "-".join([suite, f"v{VERSION}", *(["without", *lacks] if lacks else [])])

@@ -19,9 +19,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import BadInputError, UsageError
-from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
-from zero2all.evals.chat_tasks import CHAT_FILE, CHAT_FORM, KINDS, ask_chat, chat_task
+from zero2all.evals.chat_tasks import CHAT_FORM, KINDS, ask_chat, chat_task
 from zero2all.evals.items import Item, Task
 from zero2all.evals.tasks.list import TaskQuestions, read_tasks
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
 
 VERSION = 1
-"""Every change of the table or of a number here is a new version."""
+"""Every change of the table, of a number here or of what is asked in a chat is a new version."""
 ITEMS = 1000
 """Of each task, without examples before them: a short context holds them, and most published values are such."""
 SUITES = {
@@ -85,21 +84,17 @@ class SuiteQuestions:
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them, with the checksum of every file."""
         names = tuple(name for suite in self.names for name, form in SUITES[suite].items() if form != CHAT_FORM)
-        made = {"chat": crc32c_of(CHAT_FILE)} if self._chats else {}  # other reports are as they were
-        return {"suites": self.names, "version": VERSION, **TaskQuestions(names, self.data).record(), **made}
-
-    @property
-    def _chats(self) -> list[str]:
-        return [suite for suite in self.names if CHAT_FORM in SUITES[suite].values()]
+        return {"suites": self.names, "version": VERSION, **TaskQuestions(names, self.data).record()}
 
     def check(self, loaded: LoadedModel) -> None:
         """Refuse a model that has not learned to answer, where answers are asked for."""
         from zero2all.infer.chat import choose  # loads torch
 
-        if self._chats and (found := choose(loaded)).how != "template":
+        chats = [suite for suite in self.names if CHAT_FORM in SUITES[suite].values()]
+        if chats and (found := choose(loaded)).how != "template":
             raise UsageError(
-                f"{' and '.join(self._chats)} cannot be asked of {loaded.name}, which has no chat template that it "
-                f"knows: {found.why}. Ask a run of `z2a sft`, `z2a dpo` or `z2a rl`, or leave the suite out."
+                f"{' and '.join(chats)} cannot be asked of {loaded.name}, which knows no chat template: {found.why}. "
+                f"Ask a run of `z2a sft`, `z2a dpo` or `z2a rl`, or leave the suite out."
             )
 
 
