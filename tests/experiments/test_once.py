@@ -80,7 +80,7 @@ def test_a_killed_command_goes_on_and_another_question_or_rate_is_refused(asked,
     assert (work / "studies/tiny-read/ledger.jsonl").read_text() == ledger
     assert "begun with other values of: lr" in z2a.refused(2, *words, "--lr", 0.002)
     (data / "capitals/test.jsonl").write_text('{"question": "2 + 2 =", "answer": "4"}\n')
-    assert "No item of capitals has a question with options" in z2a.refused(3, *words)
+    assert "none of these items is a question with options" in z2a.refused(3, *words)
 
 
 def test_the_gain_is_that_of_pairs():

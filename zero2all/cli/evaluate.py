@@ -81,11 +81,9 @@ def _path(text: str) -> Path:
 TYPES.update({"steps": _steps, "text_path": _path})
 
 
-def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
+def _tasks(arguments: argparse.Namespace) -> TaskQuestions:
     from zero2all.evals.tasks.list import TaskQuestions
 
-    if arguments.tasks is None:
-        return None
     same = ("data", "forms", "shots", "limit", "run_code", "rewrites")
     given = {name: getattr(arguments, name) for name in same if name in arguments}
     return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
@@ -115,7 +113,7 @@ def _checked_options(
         texts=tuple(OWN_TEXTS if str(each) == "neutral" else each for each in arguments.text),
         held_out=arguments.held_out == "all",
         weights=tuple(dict.fromkeys(arguments.weights)),
-        tasks=_tasks(arguments),
+        tasks=None if arguments.tasks is None else _tasks(arguments),
         suites=None if arguments.suite is None else SuiteQuestions(arguments.suite, arguments.data),
     )
     check_inputs(workspace, arguments.run, step, options, is_coming)
@@ -308,9 +306,8 @@ def _once(arguments: argparse.Namespace) -> None:
     from zero2all.cli.terminal import print_table
     from zero2all.experiments.once import measure_once
 
-    name, questions = arguments.name or f"{arguments.run}-read", _tasks(arguments)
-    assert questions is not None, "--tasks is required"
-    report = measure_once(arguments.run, workspace_of(arguments), questions, name, arguments.step, arguments.lr)
+    name, workspace = arguments.name or f"{arguments.run}-read", workspace_of(arguments)
+    report = measure_once(arguments.run, workspace, _tasks(arguments), name, arguments.step, arguments.lr)
     rows = [["task", "form", "items", "before", "after", "control", "gain", "95 %", "over control", "95 %"]]
     for each in report["results"]:
         shares = [f"{each[kind]:.1%}" for kind in ("before", "after", "control")]

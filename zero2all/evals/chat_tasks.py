@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.common import jsonio, yamlio
 from zero2all.common.progress import progress
-from zero2all.evals.forms import extract_number
 from zero2all.evals.items import Item, Task
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from zero2all.infer.load import LoadedModel
 
 CHAT_FORM = "chat"
-CHAT_FILE = Path(__file__).parent / "chat_tasks.yaml"
 KINDS = ("format", "yes-no", "refusal", "arithmetic", "memory", "language")
 MOST_NEW_TOKENS = 192
 HAN = r"[\u3400-\u9fff]"
@@ -35,7 +33,7 @@ HAN = r"[\u3400-\u9fff]"
 
 @cache
 def _data() -> Any:
-    found = yamlio.read_yaml(CHAT_FILE)
+    found = yamlio.read_yaml(Path(__file__).with_name("chat_tasks.yaml"))
     return {**found, "refusals": re.compile("|".join(found["refusals"]), re.IGNORECASE)}
 
 
@@ -112,9 +110,12 @@ def _options(answer: str, options: Sequence[str]) -> list[str]:
     return re.findall("|".join(rf"(?<![a-z不没]){each}(?![a-z])" for each in options), answer.lower())
 
 
-def _result(sums: str) -> int:
-    """Of products and their sums and differences: `12 + 3 * 4`."""
-    return sum(math.prod(map(int, term.split("*"))) for term in sums.replace("- ", "+ -1 * ").split("+"))
+def _is_result(answer: str, sums: Sequence[str]) -> bool:
+    """Whether the number in an answer is that of products, their sums and differences: `12 + 3 * 4`."""
+    from zero2all.evals.forms import extract_number  # loads torch
+
+    terms = sums[0].replace("- ", "+ -1 * ").split("+")
+    return extract_number(answer) == sum(math.prod(map(int, term.split("*"))) for term in terms)
 
 
 def _in_script(answer: str, language: str) -> bool:
@@ -135,6 +136,6 @@ RULES: dict[str, Callable[[str, list[str]], bool]] = {
     "ends": lambda answer, text: answer.lower().rstrip(" .!?。！？”\"」'").endswith(text[0]),
     "option": lambda answer, options: _options(answer, options)[:1] == options[:1],
     "refuses": lambda answer, told: answer != "" and str(bool(_data()["refusals"].search(answer[:200]))) == told[0],
-    "number": lambda answer, sums: extract_number(answer) == _result(sums[0]),
+    "number": _is_result,
     "last": lambda answer, told: answer.rfind(told[0]) > answer.rfind(told[1]),
 }

@@ -91,10 +91,10 @@ class SuiteQuestions:
         from zero2all.infer.chat import choose  # loads torch
 
         chats = [suite for suite in self.names if CHAT_FORM in SUITES[suite].values()]
-        if chats and (found := choose(loaded)).how != "template":
+        if chats and choose(loaded).how != "template":
             raise UsageError(
-                f"{' and '.join(chats)} cannot be asked of {loaded.name}, which knows no chat template: {found.why}. "
-                f"Ask a run of `z2a sft`, `z2a dpo` or `z2a rl`, or leave the suite out."
+                f"{', '.join(chats)} cannot be asked of {loaded.name}: as far as is known it has learned no chat "
+                f"template. Ask a run of `z2a sft`, `z2a dpo` or `z2a rl`, or leave the suite out."
             )
 
 

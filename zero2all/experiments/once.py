@@ -1,10 +1,9 @@
 """R17: the questions are read once, and asked again. A gain that as much other text does not bring shows that they
 carry their answers (in the options), or were half known.
 
-Two short runs begin with the weights of one checkpoint, at a small constant rate: one reads passage, question and
-options of every item, without the answer; the other, the control, as many tokens of the text that the run was trained
-on. The items are asked before, after, and after the control; gains are paired, item by item. The runs are those of a
-study: a command that was killed goes on where it was. Steps are whole, so up to one step of rows is read twice.
+Two short runs of a study begin with the weights of one checkpoint, at a small constant rate: one reads passage,
+question and options of every item, without the answer; the other, the control, as many tokens of the text that the run
+was trained on. Gains are paired, item by item. Steps are whole, so up to one step of rows is read twice.
 """
 
 from dataclasses import replace
@@ -20,7 +19,7 @@ from zero2all.common.workspace import Workspace
 from zero2all.config import config_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
-from zero2all.evals.items import CONTINUE, LABELS, QUESTION, Item
+from zero2all.evals.items import CONTINUE, LABELS, QUESTION, Item, Task
 from zero2all.evals.judge import JudgeOptions, judge, limited
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.rewrites.measure import COMPARED, mean_gap
@@ -37,19 +36,21 @@ from zero2all.train.checkpoints.manifest import Step
 from zero2all.train.run_data import open_data
 
 LR_SHARE = 0.1  # of the run's highest rate
-READ, CONTROL = "once", "control"
+READ = "once"
 
 
 def measure_once(
     base: str, workspace: Workspace, questions: TaskQuestions, name: str, step: Step, lr: float | None
 ) -> dict[str, Any]:
     """Train both runs (`name`: of the study), or what is left of them, and ask; the report is written, too."""
-    tasks = []
+    tasks: list[Task] = []
     for task in questions.read()[0]:
         fitting = [item for item in task.items if item.choices and item.shape in (QUESTION, CONTINUE)]
-        tasks.append(replace(task, items=tuple(limited(task.name, fitting, questions.limit, 0))))
-    if not any(task.items for task in tasks):
-        raise BadInputError(f"No item of {', '.join(task.name for task in tasks)} has a question with options.")
+        if lacking := len(task.items) - len(fitting):
+            say(f"left out: {lacking:,} items of {task.name} that are no question with options")
+        tasks += [replace(task, items=tuple(limited(task.name, fitting, questions.limit, 0)))] if fitting else []
+    if not tasks:
+        raise BadInputError("There is nothing to read: none of these items is a question with options.")
     loaded = prepare.base_model(base, workspace, f"{name}-{READ}", step)
     assert loaded.config is not None, "it is a run"
     if loaded.config.finetune.has_objective:
@@ -61,15 +62,15 @@ def measure_once(
     plan = {"run": base, "step": loaded.step, "lr": lr, "questions": crc32c_of(folder / "questions.jsonl")}
     with open_study(workspace, name, plan) as study:
         rows = _pack(folder, workspace.tokenizer, loaded.config.data.seq_len)
-        configs = [_begin(f"{name}-{kind}", loaded, workspace, lr, rows, folder) for kind in (READ, CONTROL)]
+        configs = [_begin(f"{name}-{kind}", loaded, workspace, lr, rows, folder) for kind in (READ, "control")]
         run_tasks(study, [task_of(each, each.train.steps, 1.0) for each in configs], lambda *_: [], 1)
         results = [study.results[each.train.name] for each in configs]
     if failed := [each for each in results if "failed" in each]:
         raise UsageError(f"{failed[0]['task']} was not trained to its end: {failed[0]['failed']}. Lower --lr.")
     judging, kinds = JudgeOptions(questions.forms or COMPARED, questions.shots), ("before", "after", "control")
-    models = [(base, loaded.step), *((each.train.name, None) for each in configs)]
+    models = [(loaded.name, loaded.step), *((each.train.name, None) for each in configs)]
     found = [judge(Engine(load_run(workspace, *model)), tasks, judging) for model in models]
-    report: dict[str, Any] = {"run": base, "step": loaded.step, "tokens": loaded.tokens, "results": []}
+    report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens, "results": []}
     report["settings"] = {**plan, "forms": judging.forms, "shots": judging.shots}
     report |= {"trained_tokens": results[0]["trained_tokens"], "steps": results[0]["step"]}
     for three in zip(*found, strict=True):  # one task in one form
@@ -81,7 +82,7 @@ def measure_once(
                 gaps = mean_gap([after - before for after, before in zip(right[1], other, strict=True)])
                 row |= dict(zip((gain, f"{gain}_interval", f"{gain}_p"), gaps, strict=True))
             report["results"].append(row)
-    write_report(path := report_path(workspace.run(base), loaded.step, "once-"), report, say)
+    write_report(path := report_path(workspace.run(loaded.name), loaded.step, "once-"), report, say)
     return {**report, "path": path}
 
 
@@ -93,8 +94,8 @@ def unanswered(item: Item) -> str:
 def _pack(folder: Path, tokenizer: Path, seq_len: int) -> int:
     """Pack the questions as they are; how many rows they fill."""
     options = BuildOptions(valid_share=0.0, rules="none", dedup=DedupConfig(exact=False, near="off"))
-    here = EngineConfig(workers=1)
-    build_corpus(folder / "corpus", [Source(READ, folder / "questions.jsonl", READ)], options, here)
+    source, here = Source(READ, folder / "questions.jsonl", READ), EngineConfig(workers=1)
+    build_corpus(folder / "corpus", [source], options, here)
     pack_corpus(folder / "corpus", tokenizer, folder / "packed", engine=here)
     return int(build_best_fit(open_split(folder / "packed", READ, "train"), seq_len)["rows"])
 
