@@ -77,7 +77,7 @@ def test_without_held_out_text_programs_are_scored_and_the_report_says_what_kept
 
 
 def test_neutral_texts_are_scored_by_domain_and_language(eval_run):
-    code, said, run = eval_run("--text", "neutral", "--held-out", "none")
+    code, said, run = eval_run("--text", "neutral", "--held-out", "none", "--max-bytes", "5000")
     assert code == 0, said.err
     texts = newest_report(run)["texts"]
     names = ["code", "encyclopaedic-en", "encyclopaedic-zh", "logic-en", "logic-zh"]
