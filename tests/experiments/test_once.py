@@ -69,6 +69,9 @@ def test_each_item_is_asked_before_and_after_and_the_gain_is_paired_with_that_of
 
 def test_a_killed_command_goes_on_and_another_question_or_rate_is_refused(asked, z2a, start):
     words, work, data = asked
+    (work / "packed").rename(work / "away")
+    assert "no report.json" in z2a.refused(3, *words, "--lr", 0.003)  # the control has no text: nothing is begun
+    (work / "away").rename(work / "packed")
     program = start(*map(str, words), "--forms", "cloze", "--lr", "0.001")
     program.wait_until(lambda: (work / "runs/tiny-read-once/checkpoints/step-00000000").exists())
     program.signal(signal.SIGKILL)

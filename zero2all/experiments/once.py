@@ -16,7 +16,7 @@ from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import crc32c_of, write_atomic
 from zero2all.common.progress import say
 from zero2all.common.workspace import Workspace
-from zero2all.config import config_values
+from zero2all.config import RunConfig, config_values
 from zero2all.corpus import BuildOptions, Source, build_corpus
 from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.evals.items import CONTINUE, LABELS, QUESTION, Item, Task
@@ -62,7 +62,8 @@ def measure_once(
     plan = {"run": base, "step": loaded.step, "lr": lr, "questions": crc32c_of(folder / "questions.jsonl")}
     with open_study(workspace, name, plan) as study:
         rows = _pack(folder, workspace.tokenizer, loaded.config.data.seq_len)
-        configs = [_begin(f"{name}-{kind}", loaded, workspace, lr, rows, folder) for kind in (READ, "control")]
+        planned = [_config(f"{name}-{kind}", loaded, workspace, lr, rows, folder) for kind in (READ, "control")]
+        configs = [prepare.begin_run(loaded, each, workspace, {"inputs": str(rows)}).config for each in planned]
         run_tasks(study, [task_of(each, each.train.steps, 1.0) for each in configs], lambda *_: [], 1)
         results = [study.results[each.train.name] for each in configs]
     if failed := [each for each in results if "failed" in each]:
@@ -100,7 +101,7 @@ def _pack(folder: Path, tokenizer: Path, seq_len: int) -> int:
     return int(build_best_fit(open_split(folder / "packed", READ, "train"), seq_len)["rows"])
 
 
-def _begin(name: str, loaded: LoadedModel, workspace: Workspace, lr: float, rows: int, folder: Path) -> Any:
+def _config(name: str, loaded: LoadedModel, workspace: Workspace, lr: float, rows: int, folder: Path) -> RunConfig:
     """The config of the run that reads the questions, or of the control, which has the data of the base."""
     assert loaded.config is not None, "it is a run"
     changes = prepare.run_length(name, loaded.config, rows, loaded.config.data.seq_len)
@@ -112,4 +113,4 @@ def _begin(name: str, loaded: LoadedModel, workspace: Workspace, lr: float, rows
         changes["data"] = prepare.packed_data((folder / "packed").resolve(), {READ: 1.0}, loaded.config.data.seq_len)
     config = prepare.changed_config(config_values(loaded.config), changes, [])
     open_data(config, workspace, None)  # or an error: the text of the run is not there
-    return prepare.begin_run(loaded, config, workspace, {"inputs": str(rows)}).config
+    return config
