@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import TYPES, group, share, verb, workspace_of
+from zero2all.cli.verb import TYPES, group, share, verb, workspace_of, write_json_result
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, say, tell
@@ -316,6 +316,36 @@ def _once(arguments: argparse.Namespace) -> None:
         rows.append([each["task"], each["form"], f"{each['items']:,}", *shares, *words])
     print_table(rows)
     tell(f"{report['trained_tokens']:,} tokens read in {counted(report['steps'], 'step')}; written to {report['path']}")
+
+
+@verb("""
+    eval completions: judge HumanEval answers that are given in a file: pass@1 and pass@k
+
+    file FILE.jsonl:path  JSON lines, one for each sample, with task_id and completion
+    --data
+    --run-code            run them, in a sandbox; without it only the file is checked
+    --json FILE:out       also write the result as JSON, with the outcome of each sample; - prints only that
+
+    z2a eval completions samples.jsonl --data eval-data --run-code
+    """)
+def _completions(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.completions import judge_completions, read_completions
+    from zero2all.evals.report import NOT_ISOLATED, is_isolated
+    from zero2all.evals.tasks.list import read_tasks
+
+    (task,) = read_tasks(arguments.data, ["humaneval"])
+    found = read_completions(arguments.file, task)
+    if not arguments.run_code:
+        tell(f"{sum(map(len, found.values())):,} completions can be run, and were not: add --run-code.")
+        return
+    report = judge_completions(found, task)
+    if not write_json_result(arguments.json, report):
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in report.items() if name.startswith("pass@"))
+        tell(f"{shares}: {report['completions']:,} completions of {report['tasks']:,} of {report['of']:,} tasks")
+        if report["tasks"] < report["of"]:
+            tell("PARTIAL: not to be compared with the whole benchmark")
+        if not is_isolated(report["protection"]):
+            tell(NOT_ISOLATED)
 
 
 @verb("""

@@ -21,7 +21,7 @@ from zero2all.common.progress import progress
 from zero2all.evals import forms as ways
 from zero2all.evals.forms import PromptedItem, Writing
 from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, Item, Task, check_forms
-from zero2all.evals.sandbox import SandboxLimits, run_program
+from zero2all.evals.sandbox import SandboxLimits, program_of, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.text import TextRequest, complete, engine_request
@@ -332,8 +332,7 @@ class _TaskJudge:
             has_label = item.choices and ways.extract_label(text, self.labels[: len(item.choices)]) is not None
             chance = 1 / len(item.choices) if has_label else 0.0
             return ItemResult(item.id, ways.is_right(item, text, self.labels), written=text, chance=chance)
-        program = f"{item.question}{text}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
-        outcome = run_program(program, SandboxLimits())
+        outcome = run_program(program_of(item, text), SandboxLimits())
         return ItemResult(item.id, outcome == "passed", written=text, note=outcome)
 
     def _result(self, form: str, judged: list[ItemResult], left_out: _LeftOut) -> FormResult:
