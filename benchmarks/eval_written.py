@@ -1,8 +1,8 @@
 """Answers that are written: are they those of transformers, does thinking help, do rewrites show what was memorised?
 
-    python benchmarks/eval_written.py parity FOLDER --work W     500 written answers beside a plain loop of
-                                                                 transformers, greedy, float32; FOLDER: a Hugging Face one
-    python benchmarks/eval_written.py thinking --work W          sums of three numbers: probability of the right option,
+    python benchmarks/eval_written.py parity FOLDER              500 written answers beside a loop of transformers,
+                                                                 greedy, float32; FOLDER: in Hugging Face's format
+    python benchmarks/eval_written.py thinking --work W          sums of three numbers: probability of the options,
                                                                  the answer at once, and after written steps
     python benchmarks/eval_written.py memory --work W            questions seen 20 times in training, others never
     python benchmarks/eval_written.py show                       what was measured
@@ -72,7 +72,7 @@ def parity(folder: str) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     differing, near = [], 0
     for number, writing in enumerate(asked):
-        ids = [loaded.tokenizer.begin_id, *loaded.tokenizer.encode_text(writing.prompt)]
+        ids = [loaded.tokenizer.begin_id or 0, *loaded.tokenizer.encode_text(writing.prompt)]
         theirs, close = _plain(model, ids, loaded.tokenizer.end_id)
         text = loaded.tokenizer.decode(theirs)
         cut = min((text.find(stop) for stop in writing.stop if stop in text), default=len(text))
@@ -140,7 +140,8 @@ def trained(work: Path, name: str, texts: list[str], steps: int, seed: int, voca
 
 def sums(count: int, seed: int, skip: frozenset[str] = frozenset()) -> list[Item]:
     """Sums of three numbers with their steps and four options."""
-    draw, found = random.Random(seed), {}
+    draw = random.Random(seed)
+    found: dict[str, Item] = {}
     while len(found) < count:
         one, two, three = (draw.randrange(10, 100) for _ in range(3))
         question = f"What is {one}+{two}+{three}?"
@@ -212,7 +213,8 @@ ASKS = ("Where was {} born?", "Where does {} work?", "Which city does {} like be
 
 def people(count: int, seed: int) -> list[Item]:
     """Questions that nobody can answer who has not seen them."""
-    draw, found = random.Random(seed), {}
+    draw = random.Random(seed)
+    found: dict[str, Item] = {}
     while len(found) < count:
         question = draw.choice(ASKS).format(f"{draw.choice(NAMES)} {draw.choice(NAMES)}son{draw.randrange(100)}")
         options = tuple(draw.sample(PLACES, 4))
@@ -254,8 +256,8 @@ def memory(work: Path) -> dict[str, Any]:
 
 def item_gaps(engine: Engine, items: list[Item]) -> list[float]:
     """The margin of the right label in the original, less its mean in the rewrites."""
-    chains = chosen_rewrites(REWRITES)
-    made = {item.id: [each for chain in chains.values() for each in rewritten(item, chain)] for item in items}
+    chains = [chain for chain in chosen_rewrites(REWRITES).values() if isinstance(chain, tuple)]
+    made = {item.id: [each for chain in chains for each in rewritten(item, chain)] for item in items}
     made = {item.id: [each for each in made[item.id] if asked_as(each) != asked_as(item)] for item in items}
     plain = [*items, *(each for variants in made.values() for each in variants)]
     (result,) = judge(engine, [Task("people", "en", tuple(plain))], JudgeOptions(["choice"], 0))

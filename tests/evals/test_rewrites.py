@@ -18,7 +18,6 @@ from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
 from zero2all.evals.rewrites.measure import ModelAnswer, Said, gap_of, measure_rewrites, rewrite_lines
 from zero2all.evals.rewrites.options import HARDEST
 from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
-from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
 from zero2all.quickstart.pipeline import WORLD_SEED
 from zero2all.quickstart.world.generator import documents
@@ -298,15 +297,6 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert spread == {"choice": (0.1, 0.3)}, "only within the same forms"
 
 
-def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):
-    assert measure.write_once([Task("exam", "zh", (WATER, PASSAGE, PENS))], tmp_path) == {"exam": 2}
-    texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert texts[1] == "France is a country.\nWhat is the capital of France?\nA. Rome\nB. Oslo\nC. Paris\nD. Lima"
-    (again,) = read_tasks(tmp_path / "ask", ["exam"])
-    for item, given in zip(again.items, (WATER, PASSAGE), strict=True):
-        assert replace(item, subject="", extra={}) == replace(given, subject="", extra={})
-
-
 @pytest.fixture
 def capitals(trained_workspace, tmp_path):
     shutil.copytree(trained_workspace.root, tmp_path / "work")
@@ -325,12 +315,13 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     for words, problem in (
         (["--rewrites", "R2"], "--rewrites needs benchmarks. Name them with --tasks."),
         (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
+        (["--tasks", "capitals", "--rewrites", "R17"], "z2a eval once"),
     ):
         assert main(["eval", "tiny", *common, *words]) == 2
         assert problem in capsys.readouterr().err
     assert main(["eval", "contamination", "capitals", *common]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["capitals", "3", "0", "0.0%", "2"]
-    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--held-out", "none"]
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2", "--forms", "choice", "--held-out", "none"]
     assert main(["eval", "tiny", *common, *words, "--probes", "none", "--pairs", "none"]) == 0
     shown = capsys.readouterr().out
     assert "in the training text: all " in shown
@@ -339,7 +330,6 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     assert [row["rewrite"] for row in report["rewrites"]["tasks"]["capitals"]["rows"]] == ["R2", "R13+R2"]
     split = report["tasks"]["results"][0]["contamination"]
     assert {name: group["items"] for name, group in split.items()} == {"all": 3, "clean": 1, "dirty": 0, "weak": 2}
-    assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
 
 
 def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):

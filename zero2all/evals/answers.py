@@ -38,13 +38,19 @@ def read_answer(item: Item, written: str, labels: str = LABELS, is_thought: bool
         option = _option(written, shown_labels(item, labels), item.choices)
         return None if option is None else str(option)
     if "number" in item.extra:
-        named = re.search(rf"{NAMED}{OPENING}({NUMBER})", written)
-        numbers = [named.group(1)] if named else re.findall(NUMBER, written)
-        return str(float(numbers[0 if is_thought else -1].replace(",", ""))) if numbers else None
+        number = number_in(written, 0 if is_thought else -1)
+        return None if number is None else str(number)
     line = written.partition("\n")[0]
     sentence = re.split(r"(?<=[^\W\d])[.!?](?:\s|$)|[。！？]", line)[0]
     right = right_answers(item)
     return next((text for text in map(normalised, (line, sentence)) if text in right), normalised(sentence)) or None
+
+
+def number_in(written: str, place: int = -1) -> float | None:
+    """The number after `answer is` or `####`, or else the last one, or that at this place."""
+    named = re.search(rf"{NAMED}{OPENING}({NUMBER})", written)
+    numbers = [named.group(1)] if named else re.findall(NUMBER, written)
+    return float(numbers[place].replace(",", "")) if numbers else None
 
 
 def right_answers(item: Item) -> set[str]:

@@ -23,7 +23,7 @@ from zero2all.evals import forms as ways
 from zero2all.evals.answers import credit, majority, read_answer, right_answers
 from zero2all.evals.forms import PromptedItem, Writing
 from zero2all.evals.items import BEST, CODE, CONTINUE, FORMS, LABELS, WRITTEN, Item, Task, check_forms
-from zero2all.evals.sandbox import SandboxLimits, run_program
+from zero2all.evals.sandbox import SandboxLimits, program_of, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.chat import ChatPrompt
 from zero2all.infer.engine import Engine
@@ -416,8 +416,7 @@ class _TaskJudge:
             guesses = 2**options - 1 if item.golds else options
             chance = 1 / guesses if options and given is not None else 0.0
             return _of_answers(item, answers, texts[answers.index(given)], chance)
-        program = f"{item.question}{texts[0]}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
-        outcome = run_program(program, SandboxLimits())
+        outcome = run_program(program_of(item, texts[0]), SandboxLimits())
         return ItemResult(item.id, outcome == "passed", written=texts[0], note=outcome)
 
     def _result(self, form: str, judged: list[ItemResult], left_out: _LeftOut) -> FormResult:

@@ -48,6 +48,8 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     report["settings"] = options.record()
     # Files are read first: a bad one should not cost the scoring of all text.
+    if options.suites is not None:
+        options.suites.check(loaded)
     probes = [] if options.probes is None else read_probes(options.probes)
     pairs = [] if options.pairs is None else read_pairs(options.pairs)
     tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
@@ -87,10 +89,9 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["tasks"] = task_section(engine, options.tasks, tasks, asking, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            once = workspace.run(loaded.name) / "eval" / "once"
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once, asking)
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, asking)
     if options.suites is not None:
-        report["suites"] = suite_section(engine, options.suites, read_contamination(workspace))
+        report["suites"] = suite_section(engine, options.suites, read_contamination(workspace), loaded)
     return report
 
 
@@ -394,12 +395,14 @@ def task_lines(section: dict[str, Any]) -> list[str]:
     return lines
 
 
-def suite_section(engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None) -> dict[str, Any]:
+def suite_section(
+    engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None, loaded: LoadedModel
+) -> dict[str, Any]:
     """The section `suites` of a report, each under the name of its curve."""
     tasks, missing = questions.read()
     section = {}
     for suite in questions.names:
-        results = [ask_task(engine, tasks[name], form) for name, form in SUITES[suite].items() if name in tasks]
+        results = [ask_task(engine, tasks[name], form, loaded) for name, form in SUITES[suite].items() if name in tasks]
         values = [_as_values(each, contaminated_ids(contamination, tasks[each.task])) for each in results]
         lacks = {name: missing[name] for name in SUITES[suite] if name in missing}
         name = "-".join([suite, f"v{VERSION}", *(["without", *lacks] if lacks else [])])

@@ -16,19 +16,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from zero2all.common import jsonio
-from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
-from zero2all.evals.items import CODE, CONTINUE, LABELS, QUESTION, WRITTEN, Item, Task
+from zero2all.evals.items import CODE, WRITTEN, Item, Task
 from zero2all.evals.judge import Z95, FormResult, JudgeOptions, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
-from zero2all.evals.rewrites.list import TRAIN_ONCE, Chain, ShotRewrite, chosen_rewrites
-from zero2all.evals.rewrites.options import HARDEST, listed
+from zero2all.evals.rewrites.list import Chain, ShotRewrite, chosen_rewrites
+from zero2all.evals.rewrites.options import HARDEST
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
@@ -310,31 +307,17 @@ def forms_words(row: Mapping[str, Any]) -> str:
     return row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
 
 
-# Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics; and what R17 needs.
-#
-# R17: train once on question and options without the answer, then ask. If a model gains much more from having read the
-# questions once than from as much other text, the questions carry their answers (in the options), or were half known.
-# This writes the text to train on and the items to ask; the training is that of any corpus:
-#
-#     z2a eval my-run --tasks exam --data eval-data --rewrites R17     writes runs/my-run/eval/once/
-#     z2a corpus build once=.../once/train.jsonl --work once …          then pack, and train from the checkpoint
-#     z2a eval once --tasks exam --data .../once/ask
+# Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics.
 
 
 LEAST_NAME_COLUMNS = 26
 
 
 def rewrite_section(
-    engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path, options: JudgeOptions
+    engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], options: JudgeOptions
 ) -> dict[str, Any]:
-    """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
-    chains = chosen_rewrites(questions.rewrites)
-    measured = measure_rewrites(engine, tasks, chains, options)
-    section: dict[str, Any] = {"tasks": measured}
-    if TRAIN_ONCE in questions.rewrites:
-        write_once(tasks, once)
-        section["once"] = str(once)
-    return section
+    """The section `rewrites` of a report."""
+    return {"tasks": measure_rewrites(engine, tasks, chosen_rewrites(questions.rewrites), options)}
 
 
 def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
@@ -369,10 +352,6 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
             lines.append(t(f"    {forms}: gaps from {low:+.1%} to {high:+.1%}"))
         for form, share in found["consistency"].items():
             lines.append(t(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items"))
-    if "once" in section:
-        lines.append(
-            t(f"  R17: the text to train on once and its questions are in {section['once']} (docs/benchmarks.md)")
-        )
     return lines
 
 
@@ -385,30 +364,3 @@ def _row_line(row: Mapping[str, Any], width: int) -> str:
         f"{row['expected']:>9.1%} {row['rewritten']:>10.1%} {row['gap']:>+8.1%}  {low:>+6.1%} {high:>+6.1%} "
         f"{same:>6} {all_right:>10}" + (t(f"  ({left_out:,} left out)") if left_out else "")
     ).rstrip()
-
-
-def write_once(tasks: Sequence[Task], folder: Path) -> dict[str, int]:
-    """`train.jsonl` with a document for every question and its options, and `ask/<task>/test.jsonl` with the items, as
-    sets of one's own. Returns how many items each task gave; those of other shapes are left out."""
-    documents: list[bytes] = []
-    counts: dict[str, int] = {}
-    for task in tasks:
-        fitting = [item for item in task.items if item.choices and item.shape in (QUESTION, CONTINUE)]
-        documents += [jsonio.dumps_line({"text": unanswered(item)}) for item in fitting]
-        write_atomic(folder / "ask" / task.name / "test.jsonl", b"".join(map(_as_line, fitting)))
-        counts[task.name] = len(fitting)
-    write_atomic(folder / "train.jsonl", b"".join(documents))
-    return counts
-
-
-def unanswered(item: Item) -> str:
-    """Passage, question and options, and nothing that tells which is right."""
-    text = listed(item, LABELS)
-    return f"{item.context}\n{text}" if item.context else text
-
-
-def _as_line(item: Item) -> bytes:
-    names = ("id", "question", "language", "subject", "context")
-    return jsonio.dumps_line(
-        {**{name: getattr(item, name) for name in names}, "choices": list(item.choices), "answer": item.gold}
-    )
