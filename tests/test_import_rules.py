@@ -68,7 +68,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # on top of everything
     "predict": (*STAGES, "ops", "parallel", "estimate"),
     "measure": (*STAGES, "ops", "parallel", "estimate", "predict"),
-    "experiments": ("packed", "model", "estimate", "parallel.device", "train", "config", "track.plot", "track.reader"),
+    "experiments": (
+        *("corpus", "packed", "model", "estimate", "parallel.device", "train", "infer", "evals", "finetune.prepare"),
+        *("config", "track.plot", "track.reader"),
+    ),
     "quickstart": (*STAGES, "estimate", "parallel.device", "predict", "measure", "experiments"),
     "api": ("config", "track.reader", "train", "infer", "tokenizer", "parallel.launch", "evals.perplexity", "finetune"),
     "cli": (

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from zero2all.evals import forms
 from zero2all.evals.items import BLANK, CODE, CONTINUE, SENTENCE, Item, Task
 from zero2all.evals.scorer import Question
@@ -49,27 +47,41 @@ def test_texts_to_be_continued_blanks_sentences_and_code():
     assert forms.generate(code, []).prompt == "def f():\n"
 
 
-def asked(**extra):
-    return Item("", "q", answer="x", extra=extra)
+def test_generated_answers_come_after_examples_that_answer_alike():
+    written = forms.generate(SKY, [SEA])
+    assert written.prompt == "Question: Sea?\nA. green\nB. grey\nAnswer: A\n\nQuestion: Sky?\nA. red\nB. blue\nAnswer:"
+    listed = dataclasses.replace(SEA, question="Sea?\n① green\n② grey", extra={"labels": "①②"})
+    assert (
+        forms.generate(listed, [listed]).prompt
+        == f"Question: {listed.question}\nAnswer: ①\n\nQuestion: {listed.question}\nAnswer:"
+    )
+    both = dataclasses.replace(SEA, extra={"golds": (0, 1)})
+    assert forms.generate(both, [both]).asked[0][1] == " AB"
 
 
-@pytest.mark.parametrize(
-    ("item", "written", "right"),
-    [
-        (SKY, " B", True),
-        (SKY, " An answer: B.", True),
-        (SKY, " A or B", False),
-        (CHINESE, "A．北京", True),
-        (asked(number="1012"), "3*4 is 12. The answer is 1,012. Or 7", True),
-        (asked(number="12"), "it costs $3 and then $12.00", True),
-        (asked(number="12"), "no idea", False),
-        (asked(aliases=["李白", "诗人李白"]), "诗人李白。\n问", True),
-        (Item("", "q", answer="The Cat"), " cat!", True),
-        (Item("", "q", answer="cat"), " cats", False),
-    ],
-)
-def test_answers_are_found_in_what_was_written(item, written, right):
-    assert forms.is_right(item, written) is right
+def test_thinking_is_shown_by_examples_that_end_with_the_marker():
+    known = dataclasses.replace(SEA, extra={"reasoning": "Algae are green."})
+    written = forms.think(SKY, forms.thought_examples(SKY, [SEA, known], 2), most=99)
+    assert written.prompt == (
+        "Question: Sea?\nA. green\nB. grey\nAnswer: Let us think step by step. Algae are green. So the answer is A.\n\n"
+        "Question: Sky?\nA. red\nB. blue\nAnswer: Let us think step by step."
+    )
+    assert written.max_new_tokens == 99
+    ours = forms.think(CHINESE, forms.thought_examples(CHINESE, [], 2)).prompt
+    assert ours.count("所以答案是") == 2
+    assert ours.endswith("答案：先想一想。")
+    several = dataclasses.replace(SKY, extra={"golds": (0, 1)})
+    assert forms.thought_examples(several, [], 1)[0].golds, "an example with several answers comes first"
+    assert not any(each.choices for each in forms.thought_examples(Item("", "2 + 2", answer="4"), [], 2))
+    assert forms.thought_examples(SKY, [known], 0) == []
+
+
+def test_a_conversation_has_the_examples_as_turns():
+    known = dataclasses.replace(SEA, extra={"reasoning": "Algae are green."})
+    turns = forms.conversation(forms.think(SKY, [known]))
+    assert [each.role for each in turns] == ["user", "assistant", "user"]
+    assert turns[2].text == "Question: Sky?\nA. red\nB. blue\nThink first, then end with: So the answer is ..."
+    assert forms.conversation(forms.generate(CHINESE, []))[0].text.endswith("广州\n只写答案。")
 
 
 def test_examples_are_of_the_same_subject_the_same_each_time_and_never_the_item_itself():

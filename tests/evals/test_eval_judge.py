@@ -129,7 +129,7 @@ def test_programs_are_run_only_when_asked_for(bigram, border_tokenizer, logits):
     (run,) = judge(coder, [task], ["generate"], run_code=True)
     found = [(each.id, each.correct, each.note) for each in run.per_item]
     assert found == [("right", True, "passed"), ("wrong", False, "failed: AssertionError")]
-    with pytest.raises(UsageError, match="The forms are cloze, choice, bits, generate"):
+    with pytest.raises(UsageError, match="The forms are cloze, choice, bits, generate, think"):
         judge(coder, [ZH], ["clozee"])
 
 
@@ -148,8 +148,8 @@ def test_the_summary_takes_the_best_form_of_each_task_that_belongs_to_it():
     forms = [("cmmlu", "cloze", 0.40), ("cmmlu", "choice", 0.25), ("cmmlu", "bits", None), ("ceval", "cloze", 0.10)]
     forms += [("piqa", "cloze", 0.75, 0.5), ("my-own", "cloze", 1.0)]
     found = summary([result(*each) for each in forms])
-    assert found["zh"] == {"score": pytest.approx((0.2 - 0.2) / 2), "forms": {"cmmlu": "cloze", "ceval": "cloze"}}
-    assert found["en"] == {"score": pytest.approx(0.5), "forms": {"piqa": "cloze"}}
+    assert (found["zh"]["score"], found["zh"]["forms"]) == (pytest.approx(0.0), {"cmmlu": "cloze", "ceval": "cloze"})
+    assert (found["en"]["score"], found["en"]["forms"]) == (pytest.approx(0.5), {"piqa": "cloze"})
 
 
 def test_a_guesser_gains_nothing_by_the_choice_of_the_form_and_a_better_one_is_taken():
@@ -162,13 +162,60 @@ def test_a_guesser_gains_nothing_by_the_choice_of_the_form_and_a_better_one_is_t
         scores.append(summary(results)["en"]["score"])
     assert abs(statistics.fmean(scores)) < 3 * statistics.stdev(scores) / 40**0.5 < 0.06
     found = summary([result("piqa", "cloze", 0.5, 0.5), result("piqa", "choice", 0.9, 0.5)])["en"]
-    assert found == {"score": pytest.approx(0.8), "forms": {"piqa": "choice"}}
+    assert (found["score"], found["forms"]) == (pytest.approx(0.8), {"piqa": "choice"})
     one = [result("piqa", form, 1.0, 0.5, [True]) for form in ("cloze", "choice")]  # few items are enough
-    assert summary(one)["en"] == {"score": 1.0, "forms": {"piqa": "cloze"}}
+    assert summary(one)["en"]["forms"] == {"piqa": "cloze"}
+    wide = [dataclasses.replace(result(name, "cloze", 0.7), interval=(0.6, 0.8)) for name in ("piqa", "hellaswag")]
+    assert summary(wide)["en"]["interval"] == pytest.approx((0.6 - 0.1 / 0.75 / 2**0.5, 0.6 + 0.1 / 0.75 / 2**0.5))
 
 
-def test_who_writes_no_label_is_not_measured_against_guessing_one(asked_model):
-    (written,) = judge(asked_model, [ZH], ["generate"], labels="WXYZ")
-    assert (written.accuracy, written.chance, written.centred) == (0.0, 0.0, 0.0)
-    (labelled,) = judge(asked_model, [ZH], ["generate"], labels="北XYZ")
-    assert labelled.chance == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
+def test_who_writes_no_answer_is_not_measured_against_guessing_one(asked_model):
+    cities = [dataclasses.replace(item, choices=("天津", "重庆"), gold=0) for item in CAPITALS]
+    (written,) = judge(asked_model, [Task("cmmlu", "zh", tuple(cities))], ["generate"], labels="WXYZ")
+    assert (written.accuracy, written.chance, written.centred, written.no_answer) == (0.0, 0.0, 0.0, 3)
+    (named,) = judge(asked_model, [ZH], ["generate"], labels="WXYZ")  # by the text of an option
+    assert (named.accuracy, named.chance, named.no_answer) == (1.0, pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3), 0)
+
+
+def test_of_several_samples_the_answer_given_most_often_counts(bigram, border_tokenizer, logits):
+    colon = border_tokenizer.encode_text("：")[-1]
+    logits[colon] = -20.0
+    for text, share in (("北京", 0.7), ("A", 0.3)):  # the second option, and the label of the first
+        (token,) = border_tokenizer.encode_text(text)
+        logits[colon, token], logits[token, border_tokenizer.end_id] = math.log(share), 20.0
+    engine = Engine(bigram(logits, max_seq_len=256))
+    items = tuple(dataclasses.replace(CAPITALS[1], id=str(number)) for number in range(40))
+    task = Task("cmmlu", "zh", items)
+    (one,) = judge(engine, [task], ["generate"], samples=2, temperature=1.0)
+    (many,) = judge(engine, [task], ["generate"], samples=15, temperature=1.0)
+    assert (one.form, many.form) == ("generate@2", "generate@15")
+    assert 0.9 < many.accuracy > one.accuracy, "0.95 by the binomial; 0.7 where the first of two that differ counts"
+    assert [each.answers for each in many.per_item] != [many.per_item[0].answers] * 40, "each item has its own draws"
+    assert many == judge(engine, [task], ["generate"], samples=15, temperature=1.0)[0]
+
+
+def test_several_right_options_are_asked_one_by_one_or_named_together(asked_model):
+    item = dataclasses.replace(CAPITALS[2], extra={"golds": (0, 2)})
+    by_form = {each.form: each for each in judge(asked_model, [Task("mine", "zh", (item,))])}
+    assert by_form["cloze"].skipped == by_form["bits"].skipped == {"several options may be right": 1}
+    choice, generate = by_form["choice"], by_form["generate"]
+    assert choice.chance == 1 / 16
+    assert len(choice.per_item[0].scores) == 4
+    assert (generate.per_item[0].answers, generate.accuracy, generate.credit) == (("2",), 0.0, 0.75)
+    assert generate.chance == 1 / 15
+
+
+def test_thinking_is_asked_for_by_name_and_has_its_own_room(asked_model):
+    assert "think" not in {each.form for each in judge(asked_model, [ZH])}
+    (short,) = judge(asked_model, [ZH], ["think"], shots=0, think_tokens=3)
+    assert (short.form, short.no_answer, short.accuracy) == ("think", 3, 0.0)
+    assert all(len(each.written) <= 6 for each in short.per_item)
+
+
+def test_the_best_form_is_chosen_on_the_split_of_the_examples(asked_model):
+    task = dataclasses.replace(ZH, shots=CAPITALS[:2])
+    (best,) = judge(asked_model, [task], ["best"], shots=0, labels="AXYZ")
+    assert (best.form, best.items, best.chosen_on) == ("cloze", 3, 2)
+    assert judge(asked_model, [ZH], ["best"]) == [], "no other split"
+    with pytest.raises(UsageError, match="best alone"):
+        judge(asked_model, [ZH], ["best", "cloze"])

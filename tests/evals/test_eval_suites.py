@@ -10,6 +10,7 @@ import pytest
 
 from zero2all.cli import main
 from zero2all.evals import suites
+from zero2all.evals.chat_tasks import CHAT_FORM
 from zero2all.evals.download import SOURCES
 from zero2all.evals.items import Item, Task
 from zero2all.evals.judge import FormResult, wilson
@@ -99,6 +100,8 @@ def test_the_items_are_the_same_whatever_their_order_and_their_files_and_each_st
 
 def test_every_task_has_a_reader_its_form_and_a_place_to_get_it_from():
     for name, form in ((name, form) for tasks in SUITES.values() for name, form in tasks.items()):
+        if form == CHAT_FORM:  # made, not read
+            continue
         assert form in READERS[name].forms
         assert name in SOURCES
 

@@ -76,6 +76,18 @@ def test_without_held_out_text_programs_are_scored_and_the_report_says_what_kept
     assert eval_run("--held-out", "none")[0] == 3  # nothing is left to score
 
 
+def test_neutral_texts_are_scored_by_domain_and_language(eval_run):
+    code, said, run = eval_run("--text", "neutral", "--held-out", "none", "--max-bytes", "5000")
+    assert code == 0, said.err
+    texts = newest_report(run)["texts"]
+    names = ["code", "encyclopaedic-en", "encyclopaedic-zh", "logic-en", "logic-zh"]
+    assert list(texts) == [f"neutral/{name}" for name in names]
+    for name, found in texts.items():
+        assert 2000 < found["bytes"] < 3000
+        assert found["is_whole"]
+        assert f"  {name} " in said.out
+
+
 def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(eval_run, monkeypatch):
     monkeypatch.setattr("zero2all.infer.load.load_run", None)  # would be called too early
     for words, code, expected in (

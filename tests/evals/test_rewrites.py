@@ -10,7 +10,7 @@ import pytest
 from zero2all.cli import main
 from zero2all.cli.evaluate import named_tasks
 from zero2all.common.errors import UsageError
-from zero2all.evals.items import BLANK, CONTINUE, SENTENCE, Item, Task, check_item
+from zero2all.evals.items import BLANK, CONTINUE, FORMS, QUESTION, SENTENCE, Item, Task, check_item
 from zero2all.evals.judge import JudgeOptions
 from zero2all.evals.rewrites import measure
 from zero2all.evals.rewrites.base import lineage_of, order_of, rewritten
@@ -18,7 +18,6 @@ from zero2all.evals.rewrites.list import REWRITES, ShotRewrite, chosen_rewrites
 from zero2all.evals.rewrites.measure import ModelAnswer, Said, gap_of, measure_rewrites, rewrite_lines
 from zero2all.evals.rewrites.options import HARDEST
 from zero2all.evals.rewrites.wording import chinese_numeral, english_numeral
-from zero2all.evals.tasks.list import read_tasks
 from zero2all.infer.engine import Engine
 from zero2all.quickstart.pipeline import WORLD_SEED
 from zero2all.quickstart.world.generator import documents
@@ -73,6 +72,11 @@ def test_of_several_right_options_one_is_left_and_of_one_right_option_the_questi
     item = only("R5", replace(CAPITAL, extra={"golds": (0, 2)}))
     assert sorted(item.choices) in (["Lima", "Oslo", "Paris"], ["Lima", "Oslo", "Rome"])
     assert item.answer in ("Paris", "Rome")
+    sets = only("R5.sets", replace(CAPITAL, extra={"golds": (0, 2)}))
+    assert (sets.answer, sets.golds, len(set(sets.choices))) == ("Rome; Paris", (), 4)
+    assert made("R5.sets", CAPITAL) == []
+    moved = made("R2", replace(CAPITAL, extra={"golds": (0, 2)}))
+    assert all({item.choices[place] for place in item.golds} == {"Rome", "Paris"} for item in moved)
     turned = only("R5", CAPITAL)
     assert turned.question.startswith("Which of these is not a right answer?")
     assert {*turned.choices} == {turned.answer, "Paris"} != {"Paris"}
@@ -91,6 +95,22 @@ def test_wording_becomes_a_short_answer_a_proposal_or_a_statement():
     assert item.choices[2] == "France is a country.\nWhat is the capital of France? The answer is Paris."
     assert item.shape == SENTENCE
     assert only("R10", GOES_ON).choices[0] == "The capital of France is Rome"
+
+
+def written(name, item):
+    return rewritten(item, chosen_rewrites([name])[name], 0, "generate")
+
+
+def test_for_written_answers_labels_stand_in_the_question_and_each_option_is_proposed():
+    (item,) = written("R1.stems", WATER)
+    assert item.question.endswith("丙．O2\n丁．H2O2")
+    assert (item.choices, item.extra["labels"]) == (WATER.choices, "甲乙丙丁")
+    assert written("R1.bullets", WATER)[0].extra["labels"] == ""
+    asked = written("R9", CAPITAL)
+    assert [(each.answer, each.gold) for each in asked] == [("False", 1), ("False", 1), ("True", 0), ("False", 1)]
+    assert asked[2].question == "What is the capital of France?\nProposed answer: Paris. True or false?"
+    both = written("R9", replace(CAPITAL, extra={"golds": (0, 2)}))
+    assert [each.answer for each in both] == ["True", "False", "True", "False"]
 
 
 def test_an_irrelevant_sentence_comes_first_and_another_language_needs_a_translation():
@@ -143,6 +163,7 @@ EVERY_CHAIN = [name for name, rewrite in REWRITES.items() if not isinstance(rewr
 def test_every_rewrite_makes_items_that_can_be_asked_with_their_lineage_and_the_same_for_the_same_seed(name):
     full = {"translation": "?", "paraphrases": ("a?", "b?")}
     items = [replace(item, extra=full) for item in (WATER, CAPITAL, PASSAGE, GOES_ON, PENS)]
+    items.append(replace(CAPITAL, id="several", extra={**full, "golds": (0, 2)}))
     found, again = ([each for item in items for each in made(name, item, seed=3)] for _ in range(2))
     assert found == again != []
     for item in found:
@@ -243,6 +264,7 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     cities = ("北京", "巴黎", "东京")
     asked = [(f"{country}的首都是", gold) for gold, country in enumerate(("中国", "法国", "日本"))]
     items = tuple(Item(text, text, cities, gold, cities[gold], "zh", shape=CONTINUE) for text, gold in asked)
+    plain = tuple(replace(item, shape=QUESTION) for item in items)
     task = Task("capitals", "zh", items, forms=("cloze", "choice"))
     chains = chosen_rewrites(["R2", "R6", "R10", "R13", "R18", "R14.5", "R8"])
     found = measure_rewrites(Engine(trained), [task], chains)["capitals"]
@@ -257,6 +279,12 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     assert rows["R8", "generate"]["items"] == 0
     only_cloze = measure_rewrites(Engine(trained), [task], chosen_rewrites(["R1.digits"]), JudgeOptions(["cloze"], 0))
     assert "    none of these rewrites is compared in the forms of --forms" in rewrite_lines({"tasks": only_cloze})
+    chains = chosen_rewrites(["R1.digits", "R2", "R7", "R8", "R9"])
+    said = measure_rewrites(
+        Engine(trained), [replace(task, items=plain, forms=FORMS)], chains, JudgeOptions(["generate"], 0)
+    )
+    forms = {row["rewrite"]: (row["baseline"], row["form"], row["items"]) for row in said["capitals"]["rows"]}
+    assert forms == dict.fromkeys(("R1.digits", "R2", "R8", "R9"), ("generate", "generate", 3)), "R7 is not written"
     assert found["spread"]["cloze"][0] <= rows["R10", "cloze"]["gap"] <= found["spread"]["cloze"][1]
     assert set(found["consistency"]) == {"cloze", "choice"}
     section = {"tasks": {"capitals": found}}
@@ -267,15 +295,6 @@ def test_rewrites_are_asked_of_a_model_and_compared(trained):
     gaps = [("cloze", -0.7), ("choice", 0.1), ("choice", 0.3), ("generate", None)]
     spread = measure.gap_spread([{"baseline": "choice", "form": form, "gap": gap} for form, gap in gaps])
     assert spread == {"choice": (0.1, 0.3)}, "only within the same forms"
-
-
-def test_what_to_train_on_once_tells_no_answer_and_what_to_ask_is_a_set_that_can_be_read(tmp_path):
-    assert measure.write_once([Task("exam", "zh", (WATER, PASSAGE, PENS))], tmp_path) == {"exam": 2}
-    texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert texts[1] == "France is a country.\nWhat is the capital of France?\nA. Rome\nB. Oslo\nC. Paris\nD. Lima"
-    (again,) = read_tasks(tmp_path / "ask", ["exam"])
-    for item, given in zip(again.items, (WATER, PASSAGE), strict=True):
-        assert replace(item, subject="", extra={}) == replace(given, subject="", extra={})
 
 
 @pytest.fixture
@@ -296,12 +315,13 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     for words, problem in (
         (["--rewrites", "R2"], "--rewrites needs benchmarks. Name them with --tasks."),
         (["--tasks", "capitals", "--rewrites", "R77"], "no rewrite 'R77'"),
+        (["--tasks", "capitals", "--rewrites", "R17"], "z2a eval once"),
     ):
         assert main(["eval", "tiny", *common, *words]) == 2
         assert problem in capsys.readouterr().err
     assert main(["eval", "contamination", "capitals", *common]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["capitals", "3", "0", "0.0%", "2"]
-    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2,R17", "--forms", "choice", "--held-out", "none"]
+    words = ["--tasks", "capitals", "--rewrites", "R2,R13+R2", "--forms", "choice", "--held-out", "none"]
     assert main(["eval", "tiny", *common, *words, "--probes", "none", "--pairs", "none"]) == 0
     shown = capsys.readouterr().out
     assert "in the training text: all " in shown
@@ -310,7 +330,6 @@ def test_a_run_is_asked_rewritten_benchmarks_and_told_what_was_in_its_training_t
     assert [row["rewrite"] for row in report["rewrites"]["tasks"]["capitals"]["rows"]] == ["R2", "R13+R2"]
     split = report["tasks"]["results"][0]["contamination"]
     assert {name: group["items"] for name, group in split.items()} == {"all": 3, "clean": 1, "dirty": 0, "weak": 2}
-    assert (work / "runs/tiny/eval/once/train.jsonl").read_text(encoding="utf-8").count("\n") == 3
 
 
 def test_the_quiz_of_the_small_world_needs_no_files(tmp_path):

@@ -74,3 +74,14 @@ def test_the_page_has_the_words_for_all_units_and_groups_and_the_colours_of_z2a_
     assert re.findall(r"--series-\d:(#\w+)", light) == list(COLORS)
     metrics = ["bpb/en", "eval/valid/bpb/late", "loss", "loss/code", "loss/zh"]
     assert channel_names(metrics) == ["code", "zh", "late", "en"]
+
+
+def test_the_ways_to_ask_a_task_stand_side_by_side_with_what_can_be_believed_of_them():
+    names = ["eval/tasks/think/exam", "eval/tasks/cloze/exam", "eval/tasks/bits/exam", "eval/tasks/summary/en"]
+    (group,) = arrange(names, {"eval/tasks/think/exam": "noise"})
+    lines = {chart["key"]: [line["label"] for line in chart["metrics"]] for chart in group["charts"]}
+    assert lines == {
+        "eval/tasks/exam": ["cloze", "think (noise)"],
+        "eval/tasks/bits/exam": ["eval/tasks/bits/exam"],
+        "eval/tasks/summary/en": ["eval/tasks/summary/en"],
+    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero2all.cli.verb import TYPES, group, share, verb, workspace_of
+from zero2all.cli.verb import TYPES, group, share, verb, workspace_of, write_json_result
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.language import translate as t
 from zero2all.common.progress import counted, say, tell
@@ -27,7 +27,8 @@ share(
         workspace if it exists, else the built-in ones; none: skip them)
     --pairs FILE                   contrast pairs to compare: a YAML file or JSON lines (default: raw/pairs.jsonl of the
         workspace if it exists, else the built-in ones; none: skip them)
-    --text* PATH:text_path         also score this text file or folder of text files; may be repeated
+    --text* PATH:text_path         also score this text file or folder of text files; neutral: our own ones, by domain;
+        may be repeated
     --stride N:int>=0 =0           score long texts in windows that start N tokens apart, so that every token has
         context (default 0: no overlap)
     --max-bytes N:int>=1 =1000000  held-out bytes to score per source, and bytes of each --text file (default 1000000)
@@ -36,11 +37,17 @@ share(
         be repeated
     --tasks NAMES:names            benchmarks to run: cmmlu,piqa,my-questions, each a folder of --data; all: every
         folder there; quickstart-facts needs no files (default: none)
-    --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and items
+    --suite NAMES:names            one score to compare models by: core-en,core-zh, each of fixed tasks, forms and
+        items; chat-en,chat-zh: what a tuned model answers, without files
     --data
-    --forms FORMS:names            question forms: cloze,choice,bits,generate (default: all that fit)
+    --forms FORMS:names            question forms: cloze,choice,bits,generate,think (default: all that fit but think);
+        best: the one that does best on the split of the examples
     --shots N:int>=0               examples in each prompt (default: 5, or the benchmark's usual number)
     --limit N:int>=1               items per benchmark, the same ones every time (default: all)
+    --samples N:int>=1 =1          answers drawn for each item of the forms that write (generate, think); the one given
+        most often counts (default 1: the likeliest)
+    --think-tokens N:int>=1 =320   tokens to think in (default 320)
+    --chat                         ask for written answers in a conversation, for a model that was taught them
     --rewrites NAMES:names =()     also ask rewritten items, and compare: R1,R2,R13+R2, … or all (docs/benchmarks.md
         lists them)
     --run-code                     run the programs that the model writes for HumanEval, in a sandbox (default: they are
@@ -79,13 +86,11 @@ def _path(text: str) -> Path:
 TYPES.update({"steps": _steps, "text_path": _path})
 
 
-def _tasks(arguments: argparse.Namespace) -> TaskQuestions | None:
+def _tasks(arguments: argparse.Namespace) -> TaskQuestions:
     from zero2all.evals.tasks.list import TaskQuestions
 
-    if arguments.tasks is None:
-        return None
-    same = ("data", "forms", "shots", "limit", "run_code", "rewrites")
-    given = {name: getattr(arguments, name) for name in same}
+    same = ("data", "forms", "shots", "limit", "run_code", "samples", "think_tokens", "chat", "rewrites")
+    given = {name: getattr(arguments, name) for name in same if name in arguments}
     return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
 
 
@@ -102,7 +107,7 @@ def _checked_options(
     arguments: argparse.Namespace, workspace: Workspace, step: int | None, is_coming: bool = False
 ) -> EvalOptions:
     """What the command line asks for. Refuses what cannot be asked, before torch and the weights are loaded."""
-    from zero2all.evals.options import EvalOptions, check_inputs
+    from zero2all.evals.options import OWN_TEXTS, EvalOptions, check_inputs
     from zero2all.evals.suites import SuiteQuestions
 
     options = EvalOptions(
@@ -110,10 +115,10 @@ def _checked_options(
         stride=arguments.stride,
         probes=_file(arguments.probes, workspace, "probes"),
         pairs=_file(arguments.pairs, workspace, "pairs"),
-        texts=tuple(arguments.text),
+        texts=tuple(OWN_TEXTS if str(each) == "neutral" else each for each in arguments.text),
         held_out=arguments.held_out == "all",
         weights=tuple(dict.fromkeys(arguments.weights)),
-        tasks=_tasks(arguments),
+        tasks=None if arguments.tasks is None else _tasks(arguments),
         suites=None if arguments.suite is None else SuiteQuestions(arguments.suite, arguments.data),
     )
     check_inputs(workspace, arguments.run, step, options, is_coming)
@@ -286,6 +291,83 @@ def _contamination(arguments: argparse.Namespace) -> None:
     workspace = workspace_of(arguments)
     tasks = named_tasks(arguments.tasks, arguments.data)
     look_for(workspace, tasks, EngineConfig(workers=arguments.workers))
+
+
+@verb("""
+    eval diff: compare two models or checkpoints item by item, each difference with a paired 95 % interval
+
+    one RUN[@STEP]      a run, its report of a step, or a report's file (step-….json)
+    other RUN[@STEP]    what to compare with it
+    --work
+
+    z2a eval diff my-run@1000 my-run --work my-workspace
+    """)
+def _diff(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.diff import compare, diff_lines, report_of
+
+    workspace = workspace_of(arguments)
+    (one, first), (other, second) = (report_of(workspace, name) for name in (arguments.one, arguments.other))
+    print("\n".join(diff_lines(one, other, compare(first, second))))
+
+
+@verb("""
+    eval once: let a model read questions once, without answers, and ask before and after (R17): what does it gain?
+
+    run? --work
+    --tasks! NAMES:names       benchmarks whose questions have options: cmmlu,my-questions, each a folder of --data
+    --data --step
+    --forms FORMS:names        question forms (default: cloze,choice)
+    --shots N:int>=0           examples in each prompt (default: 5, or the benchmark's usual number)
+    --limit N:int>=1           items per benchmark, the same ones every time (default: all)
+    --lr X:float>0             the constant learning rate (default: a tenth of the run's highest)
+    --name NAME                name of the study and beginning of the names of its two runs (default: RUN-read)
+
+    z2a eval once my-run --work my-workspace --tasks cmmlu --data eval-data --limit 500
+    """)
+def _once(arguments: argparse.Namespace) -> None:
+    from zero2all.cli.terminal import print_table
+    from zero2all.experiments.once import measure_once
+
+    name, workspace = arguments.name or f"{arguments.run}-read", workspace_of(arguments)
+    report = measure_once(arguments.run, workspace, _tasks(arguments), name, arguments.step, arguments.lr)
+    rows = [["task", "form", "items", "before", "after", "control", "gain", "95 %", "over control", "95 %"]]
+    for each in report["results"]:
+        shares = [f"{each[kind]:.1%}" for kind in ("before", "after", "control")]
+        gains = [(each[kind], *each[f"{kind}_interval"]) for kind in ("gain", "over_control")]
+        words = [word for gain, low, high in gains for word in (f"{gain:+.1%}", f"{low:+.1%} … {high:+.1%}")]
+        rows.append([each["task"], each["form"], f"{each['items']:,}", *shares, *words])
+    print_table(rows)
+    tell(f"{report['trained_tokens']:,} tokens read in {counted(report['steps'], 'step')}; written to {report['path']}")
+
+
+@verb("""
+    eval completions: judge HumanEval answers that are given in a file: pass@1 and pass@k
+
+    file FILE.jsonl:path  JSON lines, one for each sample, with task_id and completion
+    --data
+    --run-code            run them, in a sandbox; without it only the file is checked
+    --json FILE:out       also write the result as JSON, with the outcome of each sample; - prints only that
+
+    z2a eval completions samples.jsonl --data eval-data --run-code
+    """)
+def _completions(arguments: argparse.Namespace) -> None:
+    from zero2all.evals.completions import judge_completions, read_completions
+    from zero2all.evals.report import NOT_ISOLATED, is_isolated
+    from zero2all.evals.tasks.list import read_tasks
+
+    (task,) = read_tasks(arguments.data, ["humaneval"])
+    found = read_completions(arguments.file, task)
+    if not arguments.run_code:
+        tell(f"{sum(map(len, found.values())):,} completions can be run, and were not: add --run-code.")
+        return
+    report = judge_completions(found, task)
+    if not write_json_result(arguments.json, report):
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in report.items() if name.startswith("pass@"))
+        tell(f"{shares}: {report['completions']:,} completions of {report['tasks']:,} of {report['of']:,} tasks")
+        if report["tasks"] < report["of"]:
+            tell("PARTIAL: not to be compared with the whole benchmark")
+        if not is_isolated(report["protection"]):
+            tell(NOT_ISOLATED)
 
 
 @verb("""

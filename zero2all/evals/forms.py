@@ -5,20 +5,25 @@
 - choice: the choices stand in the prompt with labels, and the labels are scored.
 - bits: bits per byte of the right answer alone. It moves before accuracy does, and has no chance level.
 - generate: the model writes, and the answer is looked for in what it wrote.
+- think: it writes how it comes to the answer first, and ends with `So the answer is`, as the examples do.
+
+Where several options may be right, choice asks each option by itself, and what is written names all of them.
 
 Few-shot prompts put solved examples of another split before the item, the same ones for the same seed. The wording is
 Chinese for Chinese items.
 """
 
 import random
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from typing import Any
 
-from zero2all.evals.items import BLANK, CODE, CONTINUE, LABELS, QUESTION, SENTENCE, Item, Task
+from zero2all.evals.answers import MARKERS, shown_labels
+from zero2all.evals.items import BLANK, CODE, CONTINUE, LABELS, QUESTION, SENTENCE, Item, Task, proposed
 from zero2all.evals.scorer import Question
+from zero2all.tokenizer.chat import Message
 
 
 @dataclass(frozen=True)
@@ -93,59 +98,129 @@ def gold(item: Item, shots: Sequence[Item]) -> PromptedItem:
 
 @dataclass(frozen=True)
 class Writing:
-    """A prompt to write after, and when to stop."""
+    """What to write after, and when to stop."""
 
     item: Item
-    prompt: str
+    asked: tuple[tuple[str, str], ...]
+    """Examples and what is answered to them; last the item, and how its answer begins."""
     stop: tuple[str, ...]
     max_new_tokens: int
+
+    @property
+    def prompt(self) -> str:
+        """All of it as one text to be continued."""
+        return "\n\n".join(question + answer for question, answer in self.asked)
+
+
+def conversation(writing: Writing) -> list[Message]:
+    """The same as messages: the examples are turns, and the question says what the answer is to look like."""
+    language, marker = _language(writing.item), MARKERS[_language(writing.item)]
+    is_thought = bool(writing.asked[-1][1])
+    if is_thought:
+        how = f"先想一想，最后写“{marker}”和答案。" if language == "zh" else f"Think first, then end with: {marker} ..."
+    else:
+        how = "只写答案。" if language == "zh" else "Give the answer only."
+    messages = []
+    for question, answer in writing.asked:
+        asked = question.removesuffix("\n" + wording_of(writing.item).answer)
+        messages += [Message("user", f"{asked}\n{how}"), Message("assistant", answer.strip())]
+    return messages[:-1]
 
 
 CODE_STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@", "\nassert ", "\n```")
 """A function ends where something else begins at the left margin."""
+STOPS = ("\n\n", "\nQuestion:", "\n问题：")
+ANSWER_TOKENS, SOLUTION_TOKENS, CODE_TOKENS = 64, 320, 512
 
 
 def generate(item: Item, shots: Sequence[Item], labels: str = LABELS) -> Writing:
     """The item as a text to be continued by the model itself."""
     if item.shape == CODE:
-        return Writing(item, item.question, CODE_STOPS, 512)
-    if item.choices:
-        asked = choice(item, shots, labels)
-        return Writing(item, asked.questions[0].prompt, ("\n",), 8)
-    most = 320 if "number" in item.extra else 64
-    return Writing(item, _joined(shots, _solved) + _open(item), ("\n\n", "\nQuestion:", "\n问题："), most)
+        return Writing(item, ((item.question, ""),), CODE_STOPS, CODE_TOKENS)
+    asked = [(_listing(shot, labels), _given(shot, labels)) for shot in shots]
+    most = SOLUTION_TOKENS if "number" in item.extra else ANSWER_TOKENS
+    return Writing(item, (*asked, (_listing(item, labels), "")), STOPS, most)
 
 
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+def think(item: Item, shots: Sequence[Item], labels: str = LABELS, most: int = SOLUTION_TOKENS) -> Writing:
+    """The item to be thought about first: the examples do so, and end with the marker and the answer."""
+    asked = [(_listing(shot, labels), _reasoned(shot, item.language, labels)) for shot in shots]
+    return Writing(item, (*asked, (_listing(item, labels), THOUGHTS[_language(item)])), STOPS, most)
 
 
-def is_right(item: Item, written: str, labels: str = LABELS) -> bool:
-    """Whether the answer that stands in `written` is the right one; not for code, which must be run."""
-    if item.choices:
-        return extract_label(written, labels[: len(item.choices)]) == labels[item.gold or 0]
-    if "number" in item.extra:
-        found = extract_number(written)
-        return found is not None and found == float(item.extra["number"])
-    accepted = {normalised(answer) for answer in (item.answer, *item.extra.get("aliases", ()))}
-    return normalised(written.strip().partition("\n")[0]) in accepted
+THOUGHTS = {"en": " Let us think step by step.", "zh": "先想一想。"}
 
 
-def extract_label(written: str, labels: str) -> str | None:
-    """The first label that stands alone: not the A of `An`."""
-    found = re.search(rf"(?<![A-Za-z])[{re.escape(labels)}](?![A-Za-z])", written)
-    return found.group() if found else None
+def _language(item: Item) -> str:
+    return "zh" if item.language == "zh" else "en"
 
 
-def extract_number(written: str) -> float | None:
-    """The number after `answer is` or `####`, or else the last one."""
-    named = re.search(rf"(?:####|answer is|答案是|答案：)\s*[$¥]?\s*({NUMBER})", written)
-    numbers = [named.group(1)] if named else re.findall(NUMBER, written)
-    return float(numbers[-1].replace(",", "")) if numbers else None
+def _listing(item: Item, labels: str) -> str:
+    """The question, with its options where it does not list them itself."""
+    return _labelled(item, labels) if item.choices and "labels" not in item.extra else _open(item)
 
 
-def normalised(answer: str) -> str:
-    """For comparison: small letters, no articles, no punctuation, no spaces."""
-    return re.sub(r"[\W_]+", "", re.sub(r"\b(a|an|the)\b", " ", answer.lower()))
+def _given(item: Item, labels: str) -> str:
+    """The answer to an example: labels, or text."""
+    shown = shown_labels(item, labels)
+    if not item.choices or not shown:
+        return _after(item, item.answer)
+    return wording_of(item).before_answer + "".join(shown[number] for number in item.golds or (item.gold or 0,))
+
+
+def _reasoned(shot: Item, language: str, labels: str) -> str:
+    given = _given(shot, labels).strip()
+    if "number" in shot.extra:
+        given = str(shot.extra["number"])
+    if language == "zh":
+        return f"{THOUGHTS['zh']}{shot.extra['reasoning']}{MARKERS['zh']}{given}。"
+    return f"{THOUGHTS['en']} {shot.extra['reasoning']} {MARKERS['en']} {given}."
+
+
+def thought_examples(item: Item, shots: Sequence[Item], count: int) -> list[Item]:
+    """Examples with a way to the answer: those of the task that have one, else ours, as many as are asked for."""
+    own = [shot for shot in shots if shot.extra.get("reasoning")]
+    ours = [each for each in THOUGHT if each.language == _language(item) and bool(each.golds) <= bool(item.golds)]
+    if not item.choices:
+        ours = [replace(each, choices=(), gold=None) for each in ours]
+    return (own or ours[:: -1 if item.golds else 1])[:count]
+
+
+def _example(language: str, question: str, choices: str, golds: tuple[int, ...], reasoning: str) -> Item:
+    texts = tuple(choices.split("|"))
+    extra: dict[str, Any] = {"reasoning": reasoning, **({"golds": golds} if len(golds) > 1 else {})}
+    return Item("", question, texts, golds[0], texts[golds[0]], language, extra=extra)
+
+
+THOUGHT = (
+    _example(
+        "en", "Tom has 3 boxes with 4 pens in each. He gives 5 pens away. How many pens are left?", "5|7|12|17", (1,),
+        "3 boxes with 4 pens are 3 × 4 = 12 pens. 12 - 5 = 7.",
+    ),
+    _example(
+        "en", "Which animal lays eggs?", "a cat|a cow|a hen|a dog", (2,),
+        "Cats, cows and dogs give birth to their young. A hen is a bird, and birds lay eggs.",
+    ),
+    _example(
+        "en", "Which of these numbers are even?", "2|3|8|9", (0, 2),
+        "2 and 8 can be divided by 2. 3 and 9 cannot.",
+    ),
+    _example(
+        "zh", "小明有3盒铅笔，每盒4支。他送出5支，还剩几支？", "5|7|12|17", (1,),
+        "3盒铅笔，每盒4支，一共3×4=12支。12-5=7。",
+    ),
+    _example(
+        "zh", "下列动物中，哪一种下蛋？", "猫|牛|母鸡|狗", (2,), "猫、牛和狗生幼崽。母鸡是鸟，鸟下蛋。"
+    ),
+    _example("zh", "下列数中，哪些是偶数？", "2|3|8|9", (0, 2), "2和8能被2整除，3和9不能。"),
+)  # fmt: skip
+"""Our own examples of thinking first, for tasks that bring none."""
+
+
+def each_option(item: Item) -> list[Question]:
+    """Every option proposed by itself: is it right? The two texts that may follow are yes and no."""
+    yes_no = ("对", "错") if _language(item) == "zh" else (" True", " False")
+    return [Question(_open(replace(item, question=proposed(item, choice))), yes_no) for choice in item.choices]
 
 
 class Shots:

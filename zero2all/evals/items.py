@@ -10,15 +10,21 @@ from typing import Any
 
 from zero2all.common.errors import UsageError
 
-FORMS = ("cloze", "choice", "bits", "generate")
+FORMS = ("cloze", "choice", "bits", "generate", "think")
 """Ways to ask an item: see `forms.py`."""
+WRITTEN = ("generate", "think")
+"""Forms in which the model writes; the others compare likelihoods."""
+
+
+BEST = "best"
+"""Of all forms: the one in which a model does best on the split of the examples."""
 
 
 def check_forms(forms: Sequence[str] | None) -> None:
     """Refuse a form that does not exist; None are all."""
-    unknown = [form for form in forms or () if form not in FORMS]
+    unknown = [form for form in forms or () if form not in FORMS and (form != BEST or len(forms or ()) > 1)]
     if unknown:
-        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}.")
+        raise UsageError(f"There is no form {unknown[0]!r}. The forms are {', '.join(FORMS)}; or {BEST} alone.")
 
 
 LABELS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -49,8 +55,20 @@ class Item:
     """A passage before the question."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What only this kind of item has: the tests of HumanEval, other right answers (`aliases`), `number`: the answer
-    as a number."""
+    as a number, `reasoning`: the way to it, `labels`: those that the question lists its options with, `golds`."""
     shape: str = QUESTION
+
+    @property
+    def golds(self) -> tuple[int, ...]:
+        """Numbers of all right choices, where there may be several; else none."""
+        return tuple(self.extra.get("golds", ()))
+
+
+def proposed(item: Item, choice: str) -> str:
+    """The question whether one option is right."""
+    if item.language == "zh":
+        return f"{item.question}\n选项“{choice}”对不对？"
+    return f"{item.question}\nProposed answer: {choice}. True or false?"
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,8 @@ def check_item(item: Item) -> Item:
         empty = [number for number, text in enumerate(item.choices, 1) if not text.strip()]
         if empty:
             raise ItemError(EMPTY_TEXT, f"option {empty[0]} is empty")
+        if item.golds and not set(item.golds) <= set(range(len(item.choices))):
+            raise ItemError(GOLD_OUTSIDE, f"the right answers are {item.golds} (from 0) of {len(item.choices)} options")
         if [text.strip() for text in item.choices].count(item.choices[item.gold].strip()) > 1:
             raise ItemError(EQUAL_OPTIONS, "another option has the same text as the right one")
     elif not item.answer.strip():

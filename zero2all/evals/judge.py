@@ -11,20 +11,25 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from statistics import fmean
 from typing import Any
 
 from zero2all.common.errors import UsageError
-from zero2all.common.progress import progress
+from zero2all.common.progress import progress, say
 from zero2all.evals import forms as ways
+from zero2all.evals.answers import credit, majority, read_answer, right_answers
 from zero2all.evals.forms import PromptedItem, Writing
-from zero2all.evals.items import CODE, CONTINUE, FORMS, LABELS, Item, Task, check_forms
-from zero2all.evals.sandbox import SandboxLimits, run_program
+from zero2all.evals.items import BEST, CODE, CONTINUE, FORMS, LABELS, WRITTEN, Item, Task, check_forms
+from zero2all.evals.sandbox import SandboxLimits, program_of, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
+from zero2all.infer.chat import ChatPrompt
 from zero2all.infer.engine import Engine
+from zero2all.infer.sampling import Sampling
 from zero2all.infer.text import TextRequest, complete, engine_request
+from zero2all.tokenizer.chat import Message
 
 SUMMED = {
     "en": (*("arc_easy", "arc_challenge", "hellaswag", "piqa", "winogrande", "mmlu"), *("blimp", "lambada", "gsm8k")),
@@ -32,11 +37,14 @@ SUMMED = {
 }
 """The tasks of the two summary numbers."""
 
+CHOSEN_ON = 200
+"""Items of the split of the examples, to choose a form on."""
 HALVINGS = 10
 """Of the items, to choose a form on one half and score it on the other."""
 TOO_LONG = "longer than the context"
 EMPTY_CONTINUATION = "empty continuation"
 NO_CHOICES = "a question without choices"
+SEVERAL = "several options may be right"
 NO_PMI = "no unconditional prompt"
 NO_LABELS = "more choices than labels"
 NOT_RUN = "code is run only with --run-code"
@@ -52,6 +60,11 @@ class ItemResult:
     """None: this form has no right or wrong."""
     chosen: int | None = None
     written: str = ""
+    """With several samples the first that gave the answer."""
+    answers: tuple[str | None, ...] = ()
+    """What was read in each sample, as options are numbered from 0; None: no answer."""
+    credit: float | None = None
+    """Of an item with several right options: the share of its options that was judged rightly."""
     bits: float | None = None
     """Of the right answer, in all."""
     bytes: int = 0
@@ -88,6 +101,13 @@ class FormResult:
     border_spans: int
     """Items where a token spans the border of prompt and answer (see `scorer`)."""
     per_item: list[ItemResult] = field(repr=False)
+    no_answer: int = 0
+    """Answers that could not be read; they are wrong."""
+    credit: float | None = None
+    """Mean partial credit, with items that have several right options."""
+    credit_interval: tuple[float, float] | None = None
+    chosen_on: int = 0
+    """Items of another split that the form was chosen on."""
 
     @property
     def centred(self) -> float | None:
@@ -108,7 +128,7 @@ class JudgeOptions:
     """How benchmarks are asked."""
 
     forms: Sequence[str] | None = None
-    """Of those that fit a task; None: all."""
+    """Of those that fit a task; None: all but think, which takes long."""
     shots: int | None = None
     """Examples before an item; None: as is usual for the task."""
     limit: int | None = None
@@ -118,6 +138,13 @@ class JudgeOptions:
     counted as skipped."""
     seed: int = 0
     labels: str = LABELS
+    samples: int = 1
+    """Answers that are drawn for an item in the forms that write; the one given most often counts. 1: the likeliest."""
+    temperature: float = 0.7
+    """Of the draws, where there are several."""
+    think_tokens: int = ways.SOLUTION_TOKENS
+    chat: Callable[[Sequence[Message]], ChatPrompt] | None = None
+    """Makes the prompt of a conversation: written answers are asked for as from an assistant."""
 
 
 def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = None) -> list[FormResult]:
@@ -126,11 +153,27 @@ def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = 
     check_forms(options.forms)
     results = []
     for task in tasks:
+        if options.forms is not None and BEST in options.forms:
+            results += _in_form_of_examples(engine, task, options)
+            continue
         asking = _TaskJudge(engine, task, options)
         for form in FORMS:
-            if form in task.forms and (options.forms is None or form in options.forms):
+            if form in task.forms and (form != "think" if options.forms is None else form in options.forms):
                 results += asking.ask(form)
     return results
+
+
+def _in_form_of_examples(engine: Engine, task: Task, options: JudgeOptions) -> list[FormResult]:
+    """The task in the form that is best on items of another split, so that the choice gains nothing on those asked."""
+    others = limited(task.name, task.shots, CHOSEN_ON, options.seed)
+    if not others:
+        say(f"{task.name}: there is no other split to choose its form on; left out")
+        return []
+    tried = replace(task, items=tuple(others), skipped={}, problems=())
+    found = judge(engine, [tried], replace(options, forms=None, limit=None))
+    best = max(found, key=lambda each: -math.inf if each.centred is None else each.centred).form
+    asked = judge(engine, [task], replace(options, forms=[best.removesuffix("_pmi").partition("@")[0]]))
+    return [replace(each, chosen_on=len(others)) for each in asked if each.form == best]
 
 
 def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
@@ -146,7 +189,14 @@ def summary(results: Sequence[FormResult]) -> dict[str, dict[str, Any]]:
         if by_task:
             best = {task: _in_best_form(forms) for task, forms in by_task.items()}
             forms = {task: "/".join(chosen) for task, (_, chosen) in best.items()}
-            found[language] = {"score": fmean(centred for centred, _ in best.values()), "forms": forms}
+            score = fmean(centred for centred, _ in best.values())
+            chosen = [next(each for each in by_task[task] if each.form == best[task][1][0]) for task in best]
+            spread = [
+                math.hypot(*(((each.centred or 0.0) - (each.centred_interval or (0.0, 0.0))[end]) for each in chosen))
+                for end in (0, 1)
+            ]
+            interval = (score - spread[0] / len(chosen), score + spread[1] / len(chosen))
+            found[language] = {"score": score, "interval": interval, "forms": forms}
     return found
 
 
@@ -200,7 +250,7 @@ class _TaskJudge:
 
     def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
         self.engine, self.task = engine, task
-        self.labels, self.run_code = options.labels, options.run_code
+        self.labels, self.run_code, self.options = options.labels, options.run_code, options
         self.count = min(task.default_shots if options.shots is None else options.shots, len(task.shots))
         items = limited(task.name, task.items, options.limit, options.seed)
         shots_of = ways.Shots(task, self.count, options.seed).of
@@ -209,12 +259,13 @@ class _TaskJudge:
 
     def ask(self, form: str) -> list[FormResult]:
         """The results of a form; cloze has two, compared per byte and by PMI."""
-        asking = {"cloze": self._cloze, "choice": self._choice, "bits": self._bits, "generate": self._generate}
-        return asking[form]()
+        if form in WRITTEN:
+            return [self._write(form)]
+        return {"cloze": self._cloze, "choice": self._choice, "bits": self._bits}[form]()
 
     def _cloze(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "cloze")
-        asked = [ways.cloze(*each) for each in left_out.with_choices(self.items)]
+        asked = [ways.cloze(*each) for each in left_out.with_one_answer(left_out.with_choices(self.items))]
         plain: list[ItemResult] = []
         by_pmi: list[ItemResult] = []
         without: list[Item] = []  # a text to be continued has no prompt that says nothing
@@ -240,9 +291,11 @@ class _TaskJudge:
 
     def _choice(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "choice")
-        fitting = []
+        fitting, several = [], []
         for item, shots in left_out.with_choices(self.items):
-            if max(len(each.choices) for each in (item, *shots)) > len(self.labels):
+            if item.golds:
+                several.append(PromptedItem(item, tuple(ways.each_option(item)), None, False))
+            elif max(len(each.choices) for each in (item, *shots)) > len(self.labels):
                 left_out.add(item, NO_LABELS)
             else:
                 fitting.append(ways.choice(item, shots, self.labels))
@@ -250,6 +303,11 @@ class _TaskJudge:
         for each, scored, _ in self._scored(fitting, left_out):
             _, size, spans = _of_gold(each, scored)
             judged.append(_chosen(each.item, [found.logprob for found in scored], None, size, spans))
+        for each, scored, _ in self._scored(several, left_out):
+            gains = tuple(yes.logprob - no.logprob for yes, no in zip(scored[::2], scored[1::2], strict=True))
+            answer = ",".join(str(number) for number, gain in enumerate(gains) if gain > 0)
+            spans, chance = any(found.spans_border for found in scored), 0.5 ** len(gains)
+            judged.append(_of_answers(each.item, [answer], "", chance, scores=gains, spans_border=spans))
         return [self._result("choice", judged, left_out)]
 
     def _bits(self) -> list[FormResult]:
@@ -267,24 +325,30 @@ class _TaskJudge:
             left_out.counts.subtract(self.task.skipped)
             del left_out.counts[NO_CHOICES]
             items = [(item, shots) for item, shots in self.items if not item.choices]
+        items = left_out.with_one_answer(items)
         for each, scored, _ in self._scored([ways.gold(*each) for each in items], left_out):
             bits, size, spans = _of_gold(each, scored)
             correct = scored[0].is_greedy if each.item.shape == CONTINUE and not each.item.choices else None
             judged.append(ItemResult(each.item.id, correct, bits=bits, bytes=size, spans_border=spans))
         return [self._result("bits", judged, left_out)]
 
-    def _generate(self) -> list[FormResult]:
-        left_out = _LeftOut(self.task, "generate")
+    def _write(self, form: str) -> FormResult:
+        """The model writes, once or several times."""
+        left_out = _LeftOut(self.task, form)
         writings = []
         for item, shots in self.items:
             if item.shape == CODE and not self.run_code:
                 left_out.add(item, NOT_RUN)
             elif len(item.choices) > len(self.labels):
                 left_out.add(item, NO_LABELS)
+            elif form == "think":
+                asked = 2 if self.options.shots is None else self.options.shots
+                examples = ways.thought_examples(item, shots, asked)
+                writings.append(ways.think(item, examples, self.labels, self.options.think_tokens))
             else:
                 writings.append(ways.generate(item, shots, self.labels))
-        judged = [self._read(writing, text) for writing, text in self._written(writings, left_out)]
-        return [self._result("generate", judged, left_out)]
+        judged = [self._read(*each, is_thought=form == "think") for each in self._written(writings, left_out)]
+        return self._result(form, judged, left_out)
 
     def _scored(
         self, asked: Sequence[PromptedItem], left_out: _LeftOut
@@ -307,44 +371,65 @@ class _TaskJudge:
             found.append((each, scored, beside))
         return found  # type: ignore[return-value]  # no part is a str here
 
-    def _written(self, writings: Sequence[Writing], left_out: _LeftOut) -> list[tuple[Writing, str]]:
-        requests = []
-        kept = []
-        for writing in writings:
-            request = TextRequest(writing.prompt, writing.max_new_tokens, stop=writing.stop)
+    def _written(self, writings: Sequence[Writing], left_out: _LeftOut) -> list[tuple[Writing, list[str]]]:
+        """What was written for each item that could be asked, as often as samples are drawn."""
+        requests: list[TextRequest] = []
+        kept: list[tuple[Writing, list[str]]] = []
+        readers: list[Callable[[str], str]] = []
+        samples = self.options.samples
+        for number, writing in enumerate(writings):
             try:
+                request, reader = self._request(writing)
                 engine_request(self.engine, request)
             except UsageError as error:
                 left_out.add(writing.item, TOO_LONG, str(error))
                 continue
-            requests.append(request)
-            kept.append(writing)
-        texts = [""] * len(kept)
-        with progress(f"{self.task.name} generate", total=len(kept), unit="step") as bar:
+            kept.append((writing, [""] * samples))
+            readers.append(reader)
+            if samples == 1:
+                requests.append(request)
+                continue
+            for draw in range(samples):
+                seed = int.from_bytes(blake2b(f"{self.options.seed} {number} {draw}".encode(), digest_size=6).digest())
+                requests.append(replace(request, sampling=Sampling(self.options.temperature, seed=seed)))
+        with progress(f"{self.task.name} {left_out.form}", total=len(requests), unit="step") as bar:
             for number, text, _ in complete(self.engine, requests):
-                texts[number] = text
+                kept[number // samples][1][number % samples] = readers[number // samples](text)
                 bar.advance(1)
-        return list(zip(kept, texts, strict=True))
+        return kept
 
-    def _read(self, writing: Writing, text: str) -> ItemResult:
+    def _request(self, writing: Writing) -> tuple[TextRequest, Callable[[str], str]]:
+        """What is asked of the engine, and what takes the answer out of the text: an assistant's may begin with a
+        thought."""
+        if self.options.chat is None or writing.item.shape == CODE:
+            return TextRequest(writing.prompt, writing.max_new_tokens, stop=writing.stop), str
+        prompt = self.options.chat(ways.conversation(writing))
+        asked = replace(TextRequest(prompt.prompt), max_new_tokens=writing.max_new_tokens, stop=prompt.stop)
+        return replace(asked, heal=prompt.heal, end_ids=prompt.end_ids), lambda text: prompt.read(text).text
+
+    def _read(self, writing: Writing, texts: Sequence[str], is_thought: bool) -> ItemResult:
         item = writing.item
         if item.shape != CODE:
-            has_label = item.choices and ways.extract_label(text, self.labels[: len(item.choices)]) is not None
-            chance = 1 / len(item.choices) if has_label else 0.0
-            return ItemResult(item.id, ways.is_right(item, text, self.labels), written=text, chance=chance)
-        program = f"{item.question}{text}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
-        outcome = run_program(program, SandboxLimits())
-        return ItemResult(item.id, outcome == "passed", written=text, note=outcome)
+            answers = [read_answer(item, text, self.labels, is_thought) for text in texts]
+            given = majority(answers)
+            options = len(item.choices)
+            guesses = 2**options - 1 if item.golds else options
+            chance = 1 / guesses if options and given is not None else 0.0
+            return _of_answers(item, answers, texts[answers.index(given)], chance)
+        outcome = run_program(program_of(item, texts[0]), SandboxLimits())
+        return ItemResult(item.id, outcome == "passed", written=texts[0], note=outcome)
 
     def _result(self, form: str, judged: list[ItemResult], left_out: _LeftOut) -> FormResult:
         decided = [each for each in judged if each.correct is not None]
         right = sum(bool(each.correct) for each in decided)
         measured = [each for each in judged if each.bits is not None]
         size = sum(each.bytes for each in measured)
+        partial = [each.credit for each in judged if each.credit is not None]
+        samples = self.options.samples if form in WRITTEN else 1
         return FormResult(
             self.task.name,
             self.task.language,
-            form,
+            form if samples == 1 else f"{form}@{samples}",
             self.count,
             len(judged),
             dict(Counter(self.task.skipped) + left_out.counts),
@@ -355,6 +440,9 @@ class _TaskJudge:
             sum(each.bits or 0.0 for each in measured) / size if size else None,
             sum(each.spans_border for each in judged),
             judged,
+            sum(answer is None for each in judged for answer in each.answers),
+            fmean(partial) if partial else None,
+            wilson(sum(partial), len(partial)) if partial else None,
         )
 
 
@@ -378,6 +466,13 @@ class _LeftOut:
                 self.add(item, NO_CHOICES)
         return [(item, shots) for item, shots in items if item.choices]
 
+    def with_one_answer(self, items: Sequence[tuple[Item, tuple[Item, ...]]]) -> list[tuple[Item, tuple[Item, ...]]]:
+        """Those that cannot have several right options; the others are noted."""
+        for item, _ in items:
+            if item.golds:
+                self.add(item, SEVERAL)
+        return [(item, shots) for item, shots in items if not item.golds]
+
 
 def _reason(words: str) -> str:
     if "the model takes" in words:
@@ -396,10 +491,23 @@ def _of_gold(asked: PromptedItem, scored: Sequence[Scored]) -> tuple[float, int,
     return -scored[place].logprob / math.log(2), len(_continuations(asked)[place].encode()), spans
 
 
+def _of_answers(item: Item, answers: Sequence[str | None], written: str, chance: float, **more: Any) -> ItemResult:
+    """The result of the answer that was given most often."""
+    answer = majority(answers)
+    is_option = bool(item.choices) and not item.golds and answer is not None
+    partial = credit(item, answer) if item.golds else None
+    return ItemResult(
+        item.id, answer in right_answers(item), int(answer or 0) if is_option else None, written, tuple(answers),
+        partial, chance=chance, **more,
+    )  # fmt: skip
+
+
 def _chosen(item: Item, scores: Sequence[float], bits: float | None, size: int, spans: bool) -> ItemResult:
     """The best option. A tie gives no credit: where a wrong option scores as well as the right one, the wrong one is
     chosen. So a model without a preference, or with scores that are no numbers, is never right by the order."""
     comparable = [-math.inf if math.isnan(score) else score for score in scores]
     best = max(range(len(scores)), key=lambda number: (comparable[number], number != item.gold))
     chance = 1 / len(scores)
-    return ItemResult(item.id, best == item.gold, best, "", bits, size, spans, tuple(scores), chance=chance)
+    return ItemResult(
+        item.id, best == item.gold, best, bits=bits, bytes=size, spans_border=spans, scores=tuple(scores), chance=chance
+    )

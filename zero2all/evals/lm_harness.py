@@ -259,10 +259,11 @@ def run_harness(
     model = HarnessModel(engine)
     found = simple_evaluate(
         model, tasks=list(tasks), task_manager=_tasks_of(tasks, include), num_fewshot=shots, limit=limit,
-        bootstrap_iters=100, log_samples=False,
+        bootstrap_iters=100, log_samples=True,
     )  # fmt: skip
     return {
         "results": found["results"],
+        "per_item": {task: [_sample(each) for each in samples] for task, samples in found["samples"].items()},
         "higher_is_better": found["higher_is_better"],
         "versions": found["versions"],
         "shots": found["n-shot"],
@@ -271,6 +272,19 @@ def run_harness(
         "cut": model.cut,
         "empty": model.empty,
     }
+
+
+def _sample(found: dict[str, Any]) -> dict[str, Any]:
+    """What the report keeps of an item: its place, what was right, what the model said, and its scores."""
+    scores = {name: found[name] for name in found.get("metrics", ()) if isinstance(found.get(name), int | float)}
+    return {"id": found["doc_id"], "target": str(found["target"]), "said": _plain(found["filtered_resps"]), **scores}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def _tasks_of(names: Sequence[str], include: Path | None) -> Any:

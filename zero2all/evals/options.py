@@ -23,6 +23,7 @@ from zero2all.train.checkpoints.manifest import Step, chosen_step
 
 OWN_PROBES = Path(__file__).parent / "probes.yaml"
 OWN_PAIRS = Path(__file__).parent / "pairs.yaml"
+OWN_TEXTS = Path(__file__).parent / "neutral"  # written for this purpose in 2026: no corpus from before has them
 
 
 @dataclass(frozen=True)

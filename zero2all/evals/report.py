@@ -1,5 +1,6 @@
 """One evaluation of one checkpoint: gathered, written to `runs/<name>/eval/`, and shown."""
 
+import functools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from zero2all.evals.rewrites.measure import rewrite_figures, rewrite_lines, rewr
 from zero2all.evals.sandbox import is_isolated, protection
 from zero2all.evals.suites import SUITES, VERSION, SuiteQuestions, ask_task, mean_score
 from zero2all.evals.tasks.list import TaskQuestions
+from zero2all.infer.chat import chat_prompt
 from zero2all.infer.engine import Engine, EngineSettings
 from zero2all.infer.load import LoadedModel
 from zero2all.infer.spread import make_engine
@@ -46,6 +48,8 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
     report: dict[str, Any] = {"run": loaded.name, "step": loaded.step, "tokens": loaded.tokens}
     report["settings"] = options.record()
     # Files are read first: a bad one should not cost the scoring of all text.
+    if options.suites is not None:
+        options.suites.check(loaded)
     probes = [] if options.probes is None else read_probes(options.probes)
     pairs = [] if options.pairs is None else read_pairs(options.pairs)
     tasks, unread = ([], {}) if options.tasks is None else options.tasks.read()
@@ -81,13 +85,13 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["pair_results"] = [asdict(result) for result in compared.results]
         report["pairs_skipped"] = compared.skipped
     if options.tasks is not None:
-        report["tasks"] = task_section(engine, options.tasks, tasks, read_contamination(workspace))
+        asking = judge_options(loaded, options.tasks)
+        report["tasks"] = task_section(engine, options.tasks, tasks, asking, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            once = workspace.run(loaded.name) / "eval" / "once"
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, once)
+            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, asking)
     if options.suites is not None:
-        report["suites"] = suite_section(engine, options.suites, read_contamination(workspace))
+        report["suites"] = suite_section(engine, options.suites, read_contamination(workspace), loaded)
     return report
 
 
@@ -285,11 +289,21 @@ NOT_ISOLATED = (
 )
 
 
+def judge_options(loaded: LoadedModel, questions: TaskQuestions) -> JudgeOptions:
+    """How the tasks are asked."""
+    same = ("forms", "shots", "limit", "run_code", "samples", "think_tokens")
+    chat = functools.partial(chat_prompt, loaded) if questions.chat else None
+    return JudgeOptions(**{name: getattr(questions, name) for name in same}, chat=chat)
+
+
 def task_section(
-    engine: Engine, questions: TaskQuestions, tasks: list[Task], contamination: dict[str, Any] | None = None
+    engine: Engine,
+    questions: TaskQuestions,
+    tasks: list[Task],
+    options: JudgeOptions,
+    contamination: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The section `tasks` of a report. `contamination`: what is known of the items in the training text."""
-    options = JudgeOptions(questions.forms, questions.shots, questions.limit, questions.run_code)
     results = judge(engine, tasks, options)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
@@ -317,6 +331,8 @@ def task_figures(section: dict[str, Any]) -> dict[str, float]:
         value = each["bits_per_byte"] if each["form"] == "bits" else each["centred"]
         if value is not None:
             figures[f"eval/tasks/{each['form']}/{each['task']}"] = value
+        if each["credit"] is not None:
+            figures[f"eval/tasks/{each['form']}_credit/{each['task']}"] = each["credit"]
         if each["form"] == "bits" and each["centred"] is not None:
             figures[f"eval/tasks/greedy/{each['task']}"] = each["centred"]
     for language, found in section["summary"].items():
@@ -342,6 +358,13 @@ def _table(title: str, results: list[dict[str, Any]]) -> list[str]:
             f"{above}  {interval:<16} {bits:>9}".rstrip()
         )
         notes = [t(f"{count:,} skipped: {reason}") for reason, count in each["skipped"].items()]
+        if each["chosen_on"]:
+            notes.append(t(f"the form is the best of all on {each['chosen_on']:,} items of another split"))
+        if each["no_answer"]:
+            notes.append(t(f"{each['no_answer']:,} texts without an answer"))
+        if each["credit"] is not None:
+            low, high = each["credit_interval"]
+            notes.append(t(f"{each['credit']:.1%} of the options judged rightly, 95 % {low:.1%} … {high:.1%}"))
         if each["border_spans"]:
             notes.append(t(f"{each['border_spans']:,} with a token across prompt and answer, scored exactly"))
         if "contamination" in each:
@@ -357,7 +380,9 @@ def task_lines(section: dict[str, Any]) -> list[str]:
     names = {"en": "English", "zh": "Chinese"}
     for language, found in section["summary"].items():
         forms = ", ".join(f"{task} ({form})" for task, form in found["forms"].items())
-        lines.append(t(f"  {names[language]}: {found['score']:.1%} above chance, the mean of {forms}"))
+        low, high = found["interval"]
+        score = f"{found['score']:.1%}"
+        lines.append(t(f"  {names[language]}: {score} above chance, 95 % {low:.1%} … {high:.1%}, the mean of {forms}"))
     if section["summary"]:
         lines.append(t("  The form of a task is chosen on one half of its items and scored on the other."))
     if not is_isolated(section.get("protection", {})):
@@ -370,12 +395,14 @@ def task_lines(section: dict[str, Any]) -> list[str]:
     return lines
 
 
-def suite_section(engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None) -> dict[str, Any]:
+def suite_section(
+    engine: Engine, questions: SuiteQuestions, contamination: dict[str, Any] | None, loaded: LoadedModel
+) -> dict[str, Any]:
     """The section `suites` of a report, each under the name of its curve."""
     tasks, missing = questions.read()
     section = {}
     for suite in questions.names:
-        results = [ask_task(engine, tasks[name], form) for name, form in SUITES[suite].items() if name in tasks]
+        results = [ask_task(engine, tasks[name], form, loaded) for name, form in SUITES[suite].items() if name in tasks]
         values = [_as_values(each, contaminated_ids(contamination, tasks[each.task])) for each in results]
         lacks = {name: missing[name] for name in SUITES[suite] if name in missing}
         name = "-".join([suite, f"v{VERSION}", *(["without", *lacks] if lacks else [])])

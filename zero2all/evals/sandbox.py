@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zero2all.common import jsonio
+from zero2all.evals.items import Item
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MOST_VERDICT_BYTES = 4096
@@ -41,6 +42,11 @@ class SandboxLimits:
     """By the clock."""
     cpu_seconds: int = 5
     memory_bytes: int = 1 << 30
+
+
+def program_of(item: Item, completion: str) -> str:
+    """A completion of HumanEval with what stands before it and its tests."""
+    return f"{item.question}{completion}\n\n{item.extra['test']}\n\ncheck({item.extra['entry_point']})\n"
 
 
 def run_program(program: str, limits: SandboxLimits, without: Collection[str] = ()) -> str:

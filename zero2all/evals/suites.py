@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.schema import nearest_hint
+from zero2all.evals.chat_tasks import CHAT_FORM, KINDS, ask_chat, chat_task
 from zero2all.evals.items import Item, Task
 from zero2all.evals.tasks.list import TaskQuestions, read_tasks
 
 if TYPE_CHECKING:
     from zero2all.evals.judge import FormResult
     from zero2all.infer.engine import Engine
+    from zero2all.infer.load import LoadedModel
 
 VERSION = 1
-"""Every change of the table or of a number here is a new version."""
+"""Every change of the table, of a number here or of what is asked in a chat is a new version."""
 ITEMS = 1000
 """Of each task, without examples before them: a short context holds them, and most published values are such."""
 SUITES = {
@@ -44,6 +46,7 @@ SUITES = {
         "c3": "cloze",  # reading: the passage helps before facts are known
         "cmmlu": "cloze",  # exams, facts: by label at chance up to 1 B
     },
+    **{f"chat-{language}": {f"{kind}-{language}": CHAT_FORM for kind in KINDS} for language in ("en", "zh")},
 }
 
 
@@ -62,7 +65,10 @@ class SuiteQuestions:
         for suite in self.names:
             if suite not in SUITES:
                 raise UsageError(f"There is no suite {suite!r}. {nearest_hint(suite, SUITES)}")
-            for name in SUITES[suite]:
+            for name, form in SUITES[suite].items():
+                if form == CHAT_FORM:
+                    tasks[name] = chat_task(name)
+                    continue
                 try:
                     (task,) = read_tasks(self.data, [name])
                     if (count := len(fixed_items(task.items))) < ITEMS:
@@ -77,8 +83,19 @@ class SuiteQuestions:
 
     def record(self) -> dict[str, Any]:
         """These settings as a report keeps them, with the checksum of every file."""
-        names = tuple(name for suite in self.names for name in SUITES[suite])
+        names = tuple(name for suite in self.names for name, form in SUITES[suite].items() if form != CHAT_FORM)
         return {"suites": self.names, "version": VERSION, **TaskQuestions(names, self.data).record()}
+
+    def check(self, loaded: LoadedModel) -> None:
+        """Refuse a model that has not learned to answer, where answers are asked for."""
+        from zero2all.infer.chat import choose  # loads torch
+
+        chats = [suite for suite in self.names if CHAT_FORM in SUITES[suite].values()]
+        if chats and choose(loaded).how != "template":
+            raise UsageError(
+                f"{', '.join(chats)} cannot be asked of {loaded.name}: as far as is known it has learned no chat "
+                f"template. Ask a run of `z2a sft`, `z2a dpo` or `z2a rl`, or leave the suite out."
+            )
 
 
 def fixed_items(items: Sequence[Item]) -> tuple[Item, ...]:
@@ -90,8 +107,10 @@ def fixed_items(items: Sequence[Item]) -> tuple[Item, ...]:
     return tuple(found[rank] for rank in sorted(found)[:ITEMS])
 
 
-def ask_task(engine: Engine, task: Task, form: str) -> FormResult:
-    """What the model makes of these items in this form."""
+def ask_task(engine: Engine, task: Task, form: str, loaded: LoadedModel | None = None) -> FormResult:
+    """What the model makes of these items in this form. `loaded`: its template, for the form `chat`."""
+    if loaded is not None and form == CHAT_FORM:
+        return ask_chat(loaded, engine, task)
     from zero2all.evals.judge import JudgeOptions, judge, wilson  # loads torch
 
     asked = replace(task, items=fixed_items(task.items), skipped={})

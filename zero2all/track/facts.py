@@ -6,7 +6,7 @@ Events are sent short; all about one of them is sent when it is opened. Everythi
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def run_facts(run: OpenRun) -> dict[str, Any]:
         "version": reader.version,
         **live_facts(run),
         "names": reader.metrics(),
-        "groups": arrange(reader.metrics()),
+        "groups": arrange(reader.metrics(), _verdicts(run.folder)),
         "channels": channel_names(reader.metrics()),
         "start": start_time(reader),
         "host": header.get("host"),
@@ -214,6 +214,17 @@ def _around(reader: RunReader, step: int) -> dict[str, float | None]:
     return values
 
 
+def _verdicts(folder: Path) -> dict[str, str]:
+    """By metric: which curves of benchmarks to believe, as `z2a eval` has written it."""
+    path = folder / "eval" / "signal.json"
+    try:
+        found = json.loads(path.read_bytes()) if path.stat().st_size <= MAX_INCIDENT_BYTES else []
+        names = [(re.fullmatch(r"tasks/(.+)/([^/]+)(?:/\d+-shot)/accuracy", each["name"]), each) for each in found]
+        return {f"eval/tasks/{name[2]}/{name[1]}": str(each["verdict"])[:40] for name, each in names if name}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
 def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -291,14 +302,17 @@ class Chart:
     raw: bool = False  # never smoothed
 
 
-def arrange(names: Sequence[str]) -> list[dict[str, Any]]:
-    """The groups of a run with their charts, in order; `rank` orders the groups of several runs."""
+def arrange(names: Sequence[str], verdicts: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """The groups of a run with their charts, in order; `rank` orders the groups of several runs. `verdicts`: what can
+    be believed of some metrics."""
     members: dict[str, list[str]] = {}
     for name in sorted(names):
         members.setdefault(_group_of(name), []).append(name)
     groups = []
     for key, rank in sorted(((key, _rank(key)) for key in members), key=lambda each: each[::-1]):
         charts = [asdict(chart) for chart in _charts(key, members[key])]
+        for line in (line for chart in charts for line in chart["metrics"] if line["name"] in (verdicts or {})):
+            line["label"] += f" ({(verdicts or {})[line['name']]})"
         groups.append({"key": key, "rank": rank, "known": rank < len(GROUPS) or key == OTHER, "charts": charts})
     return groups
 
@@ -342,6 +356,8 @@ def _place(group: str, name: str) -> tuple[str, str]:
     if name in MEASURED_BY:
         return name, "all"
     if group == "eval":
+        if task := re.fullmatch(r"eval/tasks/(?!summary/|bits/)([^/]+)/(.+)", name):
+            return f"eval/tasks/{task[2]}", task[1]  # the ways to ask a task, side by side
         at = max((place for place, part in enumerate(parts) if QUANTITY.match(part)), default=None)
         if at is None:
             return name, name

@@ -10,6 +10,7 @@ import pytest
 from tests.corpus.readers.reader_samples import parquet as parquet_of
 from tests.corpus.readers.reader_samples import tar_of, zip_of
 from zero2all.common.errors import BadInputError
+from zero2all.evals.items import FORMS
 from zero2all.evals.tasks.list import READERS, read_task, read_tasks
 
 
@@ -195,20 +196,28 @@ def test_a_set_of_your_own(tmp_path):
     mine, table = read_tasks(tmp_path, ["all"])
     assert [item.answer for item in mine.items] == ["上海", "上海", "上海", "二", "北京"]
     assert [item.shape for item in mine.items[-2:]] == ["question", "continue"]
-    assert (mine.language, mine.items[1].id, mine.forms) == ("zh", "mine", ("cloze", "choice", "bits", "generate"))
+    assert (mine.language, mine.items[1].id, mine.forms) == ("zh", "mine", FORMS)
     assert mine.skipped == {"duplicate id": 1, "missing column": 1, "not readable": 2}
     assert (table.items[0].choices, table.items[0].gold, table.language) == (("red", "blue"), 1, "en")
     assert len(table.shots) == 1
 
 
-def test_an_own_question_may_have_several_answers_unless_it_has_choices(tmp_path):
+def test_an_own_question_may_have_several_answers(tmp_path):
     rows = [{"question": "2 + 2 =", "answer": ["4", "four"]}, {"question": "None?", "answer": []}]
-    rows += [{"question": "Which?", "choices": ["a", "b"], "answer": answer} for answer in (["a", "b"], 0.5)]
-    put(tmp_path, "mine", {"all.jsonl": lines(*rows)})
-    (mine,) = read_tasks(tmp_path, ["mine"])
+    put(tmp_path, "open", {"all.jsonl": lines(*rows)})
+    (mine,) = read_tasks(tmp_path, ["open"])
     assert [(item.answer, item.extra["aliases"]) for item in mine.items] == [("4", ["four"])]
-    said = ("it has no right answer", "it has 2 answers and choices; a question with", "the right answer is 0.5; the")
-    assert all(part in problem for part, problem in zip(said, mine.problems, strict=True))
+    given = ("ABD", "A, D", ["a", "c"], [1, 2], "B", "BAD", [], 0.5, ["e"])
+    choose = [{"question": str(each), "choices": ["a", "b", "c", "d"], "answer": each} for each in given]
+    put(tmp_path, "exam", {"all.jsonl": lines(*choose)})
+    (exam,) = read_tasks(tmp_path, ["exam"])
+    assert [item.golds for item in exam.items] == [(0, 1, 3), (0, 3), (0, 2), (1, 2), (1,), (0, 1, 3)]
+    said = ("it has no right answer", "the right answer is 0.5; the", "the right answer is e")
+    assert all(part in problem for part, problem in zip(said, exam.problems, strict=True))
+    put(tmp_path, "table", {"q.csv": b"question,A,B,C,answer\nEven?,2,3,4,AC\nOdd?,2,3,4,B\n"})
+    assert [item.golds for item in read_tasks(tmp_path, ["table"])[0].items] == [(0, 2), (1,)]
+    put(tmp_path, "word", {"q.csv": b"question,A,B,answer\nWord?,AB,BA,AB\n"})  # the text of an option
+    assert [(item.gold, item.golds) for item in read_tasks(tmp_path, ["word"])[0].items] == [(0, ())]
 
 
 @pytest.mark.parametrize(

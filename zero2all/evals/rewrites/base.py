@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero2all.evals.items import Item
+from zero2all.evals.items import WRITTEN, Item
 
 LINEAGE = "lineage"
 
@@ -29,6 +29,10 @@ class Rewrite:
     """Form in which the original is asked for the comparison; empty: the same as the rewritten one."""
     form: str = ""
     """Form in which rewritten items are asked; empty: each form of the original."""
+    written: Make | None = None
+    """What to make of an item for the forms in which the model writes; None: the same."""
+    is_written: bool = True
+    """Whether it can be asked in these forms; one that compares likelihoods cannot."""
 
 
 def of_choices(make: Callable[[Item, random.Random], Item | Sequence[Item] | None]) -> Make:
@@ -52,6 +56,8 @@ def with_options(
     if earlier is not None:
         now = tuple(earlier[number] if number >= 0 else -1 for number in order)
         more["extra"] = {**more.get("extra", item.extra), "order": now}
+        if more["extra"].get("golds"):  # the right ones of several, where they stand now
+            more["extra"]["golds"] = tuple(place for place, number in enumerate(order) if number in item.golds)
     return replace(item, choices=tuple(choices), gold=gold, answer=choices[gold], **more)
 
 
@@ -73,14 +79,15 @@ def origin_of(item: Item) -> str:
     return item.id if lineage is None else lineage["origin"]
 
 
-def rewritten(item: Item, rewrites: Sequence[Rewrite], seed: int = 0) -> list[Item]:
-    """The items that some rewrites, one after the other, make of an item; none where one of them does not fit."""
+def rewritten(item: Item, rewrites: Sequence[Rewrite], seed: int = 0, form: str = "") -> list[Item]:
+    """The items that some rewrites, one after the other, make of an item to be asked in this form; none where one of
+    them does not fit."""
     items = [item]
     for rewrite in rewrites:
         made = []
         for each in items:
             rng = random.Random(f"zero2all rewrite/{seed}/{rewrite.name}/{each.id}")
-            variants = rewrite.make(each, rng)
+            variants = (rewrite.written if form in WRITTEN and rewrite.written else rewrite.make)(each, rng)
             if not variants:
                 return []
             made += [_with_lineage(variant, each, rewrite, seed, number) for number, variant in enumerate(variants)]

@@ -63,9 +63,6 @@ SHOTS = (
 )
 
 
-TRAIN_ONCE = "R17"
-"""Trains on the questions before they are asked: written as text to train on (see `report.py`), not asked here."""
-
 _ALL: tuple[Rewrite | ShotRewrite, ...] = (*OPTIONS, *WORDING, *SURFACE, *NUMBERS, *SHOTS)
 REWRITES = {rewrite.name: rewrite for rewrite in _ALL}
 Chain = tuple[Rewrite, ...] | ShotRewrite
@@ -77,11 +74,9 @@ def _family(name: str) -> str:
 
 
 def chosen_rewrites(words: Sequence[str]) -> dict[str, Chain]:
-    """What `--rewrites` asks for, by the name it is reported under; without R17."""
+    """What `--rewrites` asks for, by the name it is reported under."""
     found: dict[str, Chain] = {}
     for word in words:
-        if word == TRAIN_ONCE:
-            continue
         if word == "all":
             names = list(REWRITES)
         elif "+" in word:
@@ -107,5 +102,7 @@ def _one(name: str) -> Rewrite:
 
 
 def _unknown(name: str) -> UsageError:
-    known = [*dict.fromkeys(map(_family, REWRITES)), *REWRITES, TRAIN_ONCE, "all"]
+    if name == "R17":
+        return UsageError("R17 trains before it asks: `z2a eval once RUN --tasks NAMES`.")
+    known = [*dict.fromkeys(map(_family, REWRITES)), *REWRITES, "all"]
     return UsageError(f"There is no rewrite {name!r}. {nearest_hint(name, known)} docs/benchmarks.md lists all.")

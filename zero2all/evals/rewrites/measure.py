@@ -16,19 +16,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from zero2all.common import jsonio
-from zero2all.common.files import write_atomic
 from zero2all.common.language import columns, padded
 from zero2all.common.language import translate as t
-from zero2all.evals.items import CODE, CONTINUE, LABELS, QUESTION, Item, Task
+from zero2all.evals.items import CODE, WRITTEN, Item, Task
 from zero2all.evals.judge import Z95, FormResult, JudgeOptions, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
-from zero2all.evals.rewrites.list import TRAIN_ONCE, Chain, ShotRewrite, chosen_rewrites
-from zero2all.evals.rewrites.options import HARDEST, listed
+from zero2all.evals.rewrites.list import Chain, ShotRewrite, chosen_rewrites
+from zero2all.evals.rewrites.options import HARDEST
 from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
@@ -87,6 +84,7 @@ class _RewriteMeasure:
 
     def __init__(self, engine: Engine, task: Task, options: JudgeOptions) -> None:
         self.engine, self.task, self.seed, self.asked_forms = engine, task, options.seed, options.forms
+        self.options = options
         self.shots = task.default_shots if options.shots is None else options.shots
         self._originals: dict[str, dict[str, ModelAnswer]] = {}
         self._chosen: dict[str, dict[str, list[int]]] = {}
@@ -106,19 +104,23 @@ class _RewriteMeasure:
         """(form of the original, form of the rewritten items)."""
         form = next((rewrite.form for rewrite in reversed(chain) if rewrite.form), "")
         baseline = next((rewrite.baseline for rewrite in reversed(chain) if rewrite.baseline), "")
+        usual = self._usual_forms()
         if form:
-            return [(baseline or form, form)]
-        return [(usual, usual) for usual in self._usual_forms()]
+            usual = [each for each in usual if each in WRITTEN and self.asked_forms is not None]
+        pairs = [(each, each) for each in usual if each not in WRITTEN or all(one.is_written for one in chain)]
+        return [(baseline or form, form), *pairs] if form else pairs
 
     def _usual_forms(self) -> list[str]:
-        forms = [form for form in COMPARED if form in self.task.forms]
-        return forms if any(item.choices for item in self.task.items) else ["generate"]
+        """Those that compare likelihoods, and of those in which the model writes the ones that were asked for."""
+        written = [form for form in WRITTEN if form in (self.asked_forms or ())]
+        forms = [form for form in (*COMPARED, *written) if form in self.task.forms]
+        return forms if any(item.choices for item in self.task.items) else written or ["generate"]
 
     def _row(self, name: str, chain: Sequence[Rewrite], baseline: str, form: str) -> dict[str, Any]:
         before = self._original(baseline)
         items = self._with_hardest() if any(rewrite.name == "R6" for rewrite in chain) else self.task.items
-        made = {item.id: rewritten(item, chain, self.seed) for item in items}
-        shots = [each[0] for each in (rewritten(shot, chain, self.seed) for shot in self.task.shots) if each]
+        made = {item.id: rewritten(item, chain, self.seed, form) for item in items}
+        shots = [each[0] for each in (rewritten(shot, chain, self.seed, form) for shot in self.task.shots) if each]
         flat = tuple(each for variants in made.values() for each in variants)
         task = replace(self.task, items=flat, shots=tuple(shots), forms=(form,), skipped={}, problems=())
         results = self._judged(task, form, self.shots) if flat else []
@@ -140,7 +142,8 @@ class _RewriteMeasure:
         return self._compared(rewrite.name, form, form, before, after, result.skipped)
 
     def _judged(self, task: Task, form: str, shots: int) -> list[FormResult]:
-        return judge(self.engine, [task], JudgeOptions([form], shots, seed=self.seed))
+        asked = replace(self.options, forms=[form], shots=shots, limit=None)
+        return judge(self.engine, [replace(task, forms=(form,))], asked)
 
     def _original(self, form: str) -> dict[str, ModelAnswer]:
         if form not in self._originals:
@@ -220,7 +223,7 @@ def _gathered(result: FormResult, items: Sequence[Item], again: Collection[str] 
         options = {_option(item, each.chosen) for item, each in asked}
         chosen = None if None in options else options.pop() if len(options) == 1 else VARIES
         said = tuple(
-            Said(len(item.choices), item.gold or 0, each.chosen, bool(each.correct))
+            Said(0 if item.golds else len(item.choices), item.gold or 0, each.chosen, bool(each.correct))
             for item, each in asked
             if item.id not in again or len(asked) == 1
         )
@@ -257,7 +260,7 @@ def gap_of(before: Sequence[ModelAnswer], after: Sequence[ModelAnswer], is_same_
     original, rewritten = ([answer.right for answer in answers] for answers in (before, after))
     gaps = [1 - scale * (1 - one) - other for one, other in zip(original, rewritten, strict=True)]
     all_right = [answer.all_right for answer in after if answer.all_right is not None]
-    gap, interval, p = _mean_gap(gaps)
+    gap, interval, p = mean_gap(gaps)
     expected = 1 - scale * (1 - fmean(original))
     of_all = fmean(all_right) if all_right else None
     values = (fmean(original), guess, fmean(rewritten), later, expected, of_all, gap, interval, p)
@@ -280,7 +283,7 @@ def _guesser(answers: Sequence[ModelAnswer], seen: Sequence[Said]) -> float:
     )
 
 
-def _mean_gap(gaps: Sequence[float]) -> tuple[float, tuple[float, float], float]:
+def mean_gap(gaps: Sequence[float]) -> tuple[float, tuple[float, float], float]:
     """The mean, its 95 % interval and two-sided p: a normal interval with one more item on either side, good for few
     items too (Bonett and Price, for gaps of -1, 0 and 1)."""
     total = len(gaps) + 2
@@ -304,30 +307,17 @@ def forms_words(row: Mapping[str, Any]) -> str:
     return row["form"] if row["form"] == row["baseline"] else f"{row['baseline']} → {row['form']}"
 
 
-# Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics; and what R17 needs.
-#
-# R17: train once on question and options without the answer, then ask. If a model gains much more from having read the
-# questions once than from as much other text, the questions carry their answers (in the options), or were half known.
-# This writes the text to train on and the items to ask; the training is that of any corpus:
-#
-#     z2a eval my-run --tasks exam --data eval-data --rewrites R17     writes runs/my-run/eval/once/
-#     z2a corpus build once=.../once/train.jsonl --work once …          then pack, and train from the checkpoint
-#     z2a eval once --tasks exam --data .../once/ask
+# Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics.
 
 
 LEAST_NAME_COLUMNS = 26
 
 
-def rewrite_section(engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], once: Path) -> dict[str, Any]:
-    """The section `rewrites` of a report; with R17, what to train on and ask is written to the folder `once`."""
-    chains = chosen_rewrites(questions.rewrites)
-    options = JudgeOptions(questions.forms, questions.shots, questions.limit)
-    measured = measure_rewrites(engine, tasks, chains, options)
-    section: dict[str, Any] = {"tasks": measured}
-    if TRAIN_ONCE in questions.rewrites:
-        write_once(tasks, once)
-        section["once"] = str(once)
-    return section
+def rewrite_section(
+    engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], options: JudgeOptions
+) -> dict[str, Any]:
+    """The section `rewrites` of a report."""
+    return {"tasks": measure_rewrites(engine, tasks, chosen_rewrites(questions.rewrites), options)}
 
 
 def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
@@ -362,10 +352,6 @@ def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
             lines.append(t(f"    {forms}: gaps from {low:+.1%} to {high:+.1%}"))
         for form, share in found["consistency"].items():
             lines.append(t(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items"))
-    if "once" in section:
-        lines.append(
-            t(f"  R17: the text to train on once and its questions are in {section['once']} (docs/benchmarks.md)")
-        )
     return lines
 
 
@@ -378,30 +364,3 @@ def _row_line(row: Mapping[str, Any], width: int) -> str:
         f"{row['expected']:>9.1%} {row['rewritten']:>10.1%} {row['gap']:>+8.1%}  {low:>+6.1%} {high:>+6.1%} "
         f"{same:>6} {all_right:>10}" + (t(f"  ({left_out:,} left out)") if left_out else "")
     ).rstrip()
-
-
-def write_once(tasks: Sequence[Task], folder: Path) -> dict[str, int]:
-    """`train.jsonl` with a document for every question and its options, and `ask/<task>/test.jsonl` with the items, as
-    sets of one's own. Returns how many items each task gave; those of other shapes are left out."""
-    documents: list[bytes] = []
-    counts: dict[str, int] = {}
-    for task in tasks:
-        fitting = [item for item in task.items if item.choices and item.shape in (QUESTION, CONTINUE)]
-        documents += [jsonio.dumps_line({"text": unanswered(item)}) for item in fitting]
-        write_atomic(folder / "ask" / task.name / "test.jsonl", b"".join(map(_as_line, fitting)))
-        counts[task.name] = len(fitting)
-    write_atomic(folder / "train.jsonl", b"".join(documents))
-    return counts
-
-
-def unanswered(item: Item) -> str:
-    """Passage, question and options, and nothing that tells which is right."""
-    text = listed(item, LABELS)
-    return f"{item.context}\n{text}" if item.context else text
-
-
-def _as_line(item: Item) -> bytes:
-    names = ("id", "question", "language", "subject", "context")
-    return jsonio.dumps_line(
-        {**{name: getattr(item, name) for name in names}, "choices": list(item.choices), "answer": item.gold}
-    )

@@ -50,9 +50,19 @@ def labelled(item: Item, labels: str, options_first: bool = False) -> Item | Non
     )
 
 
+def listed_for_writing(item: Item, labels: str, options_first: bool = False) -> Item | None:
+    """The same, to be answered in writing: by a label, or where there is none (`-`) by the text of an option."""
+    if labels != "-" and len(item.choices) > len(labels):
+        return None
+    shown = "-" * len(item.choices) if labels == "-" else labels
+    extra = {**item.extra, "labels": "" if labels == "-" else labels[: len(item.choices)]}
+    return replace(item, question=listed(item, shown, options_first), shape=QUESTION, extra=extra)
+
+
 def _relabel(name: str) -> Rewrite:
     make = of_choices(lambda item, _: labelled(item, LABEL_SETS[name]))
-    return Rewrite(f"R1.{name}", f"labels {LABEL_SETS[name][:4]}", make, baseline="choice", form="cloze")
+    written = of_choices(lambda item, _: listed_for_writing(item, LABEL_SETS[name]))
+    return Rewrite(f"R1.{name}", f"labels {LABEL_SETS[name][:4]}", make, "choice", "cloze", written)
 
 
 def _bullets(item: Item, _: random.Random) -> Item:
@@ -112,6 +122,23 @@ def _which_is_wrong(item: Item, rng: random.Random) -> Item | None:
     return replace(turned, question=asked)
 
 
+def _sets(item: Item, rng: random.Random) -> Item | None:
+    """An item with several right options as a choice among sets of options: the right one, and three with one option
+    more, less or changed."""
+    right, count = set(item.golds), len(item.choices)
+    if len(right) < 2:
+        return None
+    near = [right ^ {number} for number in range(count)]
+    near += [right ^ {one, other} for one in right for other in range(count) if other not in right]
+    wrong = [each for each in near if each and each != right]
+    sets = rng.sample([right, *rng.sample(wrong, min(3, len(wrong)))], min(4, 1 + len(wrong)))
+    texts = ["；".join(item.choices[n] for n in sorted(each)) for each in sets]
+    if language_of(item) == "en":
+        texts = ["; ".join(item.choices[n] for n in sorted(each)) for each in sets]
+    single = {name: value for name, value in item.extra.items() if name != "golds"}
+    return with_options(item, texts, sets.index(right), [-1] * len(sets), extra=single)
+
+
 HARDEST = "hardest"
 """In `extra`: the wrong option that the model likes best, where it was asked before."""
 
@@ -125,10 +152,18 @@ def _two_options(item: Item, rng: random.Random) -> Item | None:
 
 OPTIONS = (
     *(_relabel(name) for name in LABEL_SETS),
-    Rewrite("R1.bullets", "options with a dash each; the text is the answer", of_choices(_bullets), "choice", "cloze"),
+    Rewrite(
+        "R1.bullets",
+        "options with a dash each; the text is the answer",
+        of_choices(_bullets),
+        "choice",
+        "cloze",
+        of_choices(lambda item, _: listed_for_writing(item, "-")),
+    ),
     Rewrite("R2", "options in every rotation", of_choices(_rotations), "choice", "choice"),
     Rewrite("R3", "the right option becomes `none of the others`", of_choices(_gold_is_none), "choice", "choice"),
     Rewrite("R4", "a wrong option becomes `none of the others`", of_choices(_distractor_is_none), "choice", "choice"),
     Rewrite("R5", "one of several right options; or: which is wrong?", of_choices(_which_is_wrong), "choice", "choice"),
+    Rewrite("R5.sets", "several right options: which set of them?", of_choices(_sets), "choice", "choice"),
     Rewrite("R6", "the right option and the hardest wrong one", of_choices(_two_options)),
 )

@@ -10,10 +10,10 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item
+from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item, proposed
 from zero2all.evals.ngrams import simplified_of
 from zero2all.evals.rewrites.base import Rewrite, of_choices, with_options
-from zero2all.evals.rewrites.options import labelled, language_of
+from zero2all.evals.rewrites.options import labelled, language_of, listed_for_writing
 
 IRRELEVANT = {
     "en": ("Tom is wearing a red coat today.", "It rained a little in the morning.", "The shop closes at six."),
@@ -39,6 +39,20 @@ def _true_or_false(item: Item, _: random.Random) -> Item | None:
         return None
     asked = statement(item, "_") + ("这对吗？对" if language_of(item) == "zh" else " True or false? True")
     return replace(item, question=_with_context(item, asked), context="", shape=BLANK)
+
+
+def _proposed(item: Item, _: random.Random) -> list[Item]:
+    """The same in writing: a question for every option, to be answered with true or false."""
+    words = ("对", "错") if language_of(item) == "zh" else ("True", "False")
+    asked = [
+        with_options(item, words, int(not is_right), [-1, -1], question=proposed(item, choice))
+        for choice, is_right in zip(item.choices, _are_right(item), strict=True)
+    ]
+    return [replace(each, extra={**each.extra, "labels": "", "golds": ()}) for each in asked]
+
+
+def _are_right(item: Item) -> list[bool]:
+    return [number in (item.golds or (item.gold,)) for number in range(len(item.choices))]
 
 
 def _sentences(item: Item, _: random.Random) -> Item:
@@ -88,10 +102,10 @@ def _paraphrases(item: Item, _: random.Random) -> Sequence[Item]:
 
 _unchanged = of_choices(lambda item, _: item)
 WORDING = (
-    Rewrite("R7", "no labels: the texts of the options are scored", _unchanged, "choice", "cloze"),
+    Rewrite("R7", "no labels: the texts of the options are scored", _unchanged, "choice", "cloze", is_written=False),
     Rewrite("R8", "no options: a short answer is written", of_choices(_short_answer), "choice", "generate"),
-    Rewrite("R9", "each option proposed: P(true)", of_choices(_true_or_false), "cloze", "cloze"),
-    Rewrite("R10", "the likeliest whole statement", of_choices(_sentences), "cloze", "cloze"),
+    Rewrite("R9", "each option proposed: P(true)", of_choices(_true_or_false), "cloze", "cloze", of_choices(_proposed)),
+    Rewrite("R10", "the likeliest whole statement", of_choices(_sentences), "cloze", "cloze", is_written=False),
     Rewrite("R13", "an irrelevant sentence before the question", _irrelevant),
     Rewrite("R15", "question in the other language, same options", of_choices(_other_language)),
     Rewrite("R16", "all `question + answer X` in the context", of_choices(_all_statements), "cloze", "cloze"),
@@ -190,12 +204,13 @@ def _instruction(item: Item, _: random.Random) -> Sequence[Item]:
 
 
 _options_first = of_choices(lambda item, _: labelled(item, "ABCDEFGHIJ", options_first=True))
+_written_first = of_choices(lambda item, _: listed_for_writing(item, "ABCDEFGHIJ", options_first=True))
 SURFACE = (
     Rewrite("R11.width", "letters and digits in the other width", _width),
     Rewrite("R11.traditional", "traditional Han", _traditional),
     Rewrite("R11.numerals", "numbers in words", _numerals),
-    Rewrite("R11.wording", "other words around it", of_choices(_instruction), "cloze", "cloze"),
-    Rewrite("R11.options_first", "options before the question", _options_first, "choice", "cloze"),
+    Rewrite("R11.wording", "other words around it", of_choices(_instruction), "cloze", "cloze", is_written=False),
+    Rewrite("R11.options_first", "options before the question", _options_first, "choice", "cloze", _written_first),
 )
 
 

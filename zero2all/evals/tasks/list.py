@@ -8,10 +8,11 @@ question, choices and answer.
     {"question": "首都是？", "choices": ["北京", "上海"], "answer": "北京"}
     {"question": "2 + 2 =", "answer": "4"}
 
-`answer` is the text of the right choice, its letter, or (in JSON) its number from 0; without choices, a text or a list
-of texts that are all right. A CSV has the choices in columns
-A, B, C, … or in one column, separated by |. May be given as well: id, context, subject, language (en, zh), and shape:
-`continue` for a text that goes on with the right choice, without the words Question and Answer around it (The capital
+`answer` is the text of the right choice, its letter, or (in JSON) its number from 0. Where several choices are right,
+it is their letters (ABD) or a list; then all questions of the set are asked so. Without choices it is a text or a list
+of texts that are all right. A CSV has the choices in columns A, B, C, … or in one column, separated by |. May be given
+as well: id, context, subject, reasoning (the way to the answer, for examples), language (en, zh), and shape: `continue`
+for a text that goes on with the right choice, without the words Question and Answer around it (The capital
 of France is → Paris). Files with train or dev in their name give the examples of few-shot prompts.
 """
 
@@ -27,7 +28,7 @@ from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
 from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError, Task, check_forms
 from zero2all.evals.tasks.files import DataFile, Reader, cell, data_files, gold_of, rows_of, text, with_choices
-from zero2all.evals.tasks.public import EVERYDAY, EXAMS, READING, SOLVING
+from zero2all.evals.tasks.public import EVERYDAY, EXAMS, OPEN, READING, SOLVING
 
 READERS = {reader.name: reader for reader in (*EXAMS, *EVERYDAY, *READING, *SOLVING)}
 QUESTIONS = ("question", "prompt", "problem", "text")
@@ -116,9 +117,18 @@ def _read(folder: Path, name: str) -> Task:
     if name in READERS:
         return READERS[name].read(folder)
     task = _own_reader(name).read(folder)
+    if any(item.golds for item in task.items):  # then every question of the set may have several right options
+        items, shots = (tuple(map(_with_golds, each)) for each in (task.items, task.shots))
+        task = replace(task, items=items, shots=shots)
     language, _ = Counter(item.language for item in task.items).most_common(1)[0]
-    forms = task.forms if any(item.choices for item in task.items) else ("bits", "generate")
+    forms = task.forms if any(item.choices for item in task.items) else OPEN
     return replace(task, language=language, forms=forms)
+
+
+def _with_golds(item: Item) -> Item:
+    if not item.choices or item.golds:
+        return item
+    return replace(item, extra={**item.extra, "golds": (item.gold,)})
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,11 @@ class TaskQuestions:
     shots: int | None = None
     limit: int | None = None
     run_code: bool = False
+    samples: int = 1
+    """Answers that are drawn for an item in the forms that write."""
+    think_tokens: int = 320
+    chat: bool = False
+    """Whether written answers are asked for in a conversation."""
     rewrites: tuple[str, ...] = ()
     """In which other ways to ask them: see `rewrites.list`."""
     made: tuple[Task, ...] = ()
@@ -172,22 +187,35 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
         raise ItemError(NOT_READABLE, f"the shape is {more['shape']!r}, not {QUESTION} or {CONTINUE}")
     name = str(row.get("id") or "")
     answers = [str(each).strip() for each in (answer if isinstance(answer, list) else [answer])]
+    extra: dict[str, Any] = {"reasoning": str(row["reasoning"])} if row.get("reasoning") else {}
     if not choices:
         if not answers:
             raise ItemError(NO_ANSWER, "it has no right answer")
-        yield Item(name, question, answer=answers[0], **more, extra={"aliases": answers[1:]} if answers[1:] else {})
+        extra |= {"aliases": answers[1:]} if answers[1:] else {}
+        yield Item(name, question, answer=answers[0], **more, extra=extra)
         return
-    if isinstance(answer, list):
-        reason = f"it has {len(answers)} answers and choices; a question with choices has one answer"
-        raise ItemError(NOT_READABLE, reason)
-    labels = LABELS[: len(choices)]
+    labels, is_several = LABELS[: len(choices)], isinstance(answer, list)
+    if not is_several and isinstance(answer, str) and answers[0] not in choices:
+        letters = re.sub(r"[\s,，、;；/]", "", answers[0])
+        if len(letters) > 1 and set(letters) <= set(labels):  # ABD, or A, B, D
+            answers, is_several = list(letters), True
+    given = answer if isinstance(answer, list) and all(isinstance(each, int) for each in answer) else answers
+    golds = sorted({_gold(each, choices, labels) for each in (given if is_several else [answer])})
+    if not golds:
+        raise ItemError(NO_ANSWER, "it has no right answer")
+    if is_several:
+        extra["golds"] = tuple(golds)
+    yield replace(with_choices(question, choices, golds[0], **more, extra=extra), id=name)
+
+
+def _gold(answer: Any, choices: list[str], labels: str) -> int:
+    """The number of a right option, given as its number, its text or its letter."""
     if isinstance(answer, int):
-        gold = answer
-    elif answers[0] in choices:
-        gold = choices.index(answers[0])
-    else:  # a letter, or a text that is no option: then the texts are listed
-        gold = gold_of(answers[0], list(labels) if len(answers[0]) == 1 else choices)
-    yield replace(with_choices(question, choices, gold, **more), id=name)
+        return answer
+    text = str(answer).strip()
+    if text in choices:
+        return choices.index(text)
+    return gold_of(text, list(labels) if len(text) == 1 else choices)  # a text that is no option: they are listed
 
 
 def _language(row: Any, question: str) -> str:

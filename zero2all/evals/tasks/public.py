@@ -246,7 +246,7 @@ def _english(files: list[DataFile]) -> list[DataFile]:
     return [file for file in files if not any(map(other.fullmatch, (file.name, file.stem)))]
 
 
-OPEN = ("bits", "generate")
+OPEN = ("bits", "generate", "think")
 """Forms of open answers, those without options."""
 READING = (
     Reader("c3", "zh", _c3, ("test", "val", "dev"), ("train",), default_shots=0),
@@ -263,7 +263,8 @@ def _gsm8k(row: Any, _: DataFile) -> Iterator[Item]:
     worked = re.sub(r"<<.*?>>", "", solution).strip()
     number = number.strip().replace(",", "")
     answer = f"{worked} The answer is {number}.".replace("\n", " ").strip()
-    yield Item("", text(row, "question"), answer=answer, extra={"number": number})
+    extra = {"number": number, "reasoning": worked.replace("\n", " ")}
+    yield Item("", text(row, "question"), answer=answer, extra=extra)
 
 
 def _humaneval(row: Any, _: DataFile) -> Iterator[Item]:
@@ -281,5 +282,5 @@ def _without_examples(files: list[DataFile]) -> list[DataFile]:
 BOTH: dict[str, Any] = {"forms": OPEN, "choose": _without_examples}
 SOLVING = (
     Reader("gsm8k", "en", _gsm8k, ("test",), ("train",), **BOTH),
-    Reader("humaneval", "code", _humaneval, ("test", ""), default_shots=0, **BOTH),
+    Reader("humaneval", "code", _humaneval, ("test", ""), default_shots=0, **{**BOTH, "forms": OPEN[:2]}),
 )
