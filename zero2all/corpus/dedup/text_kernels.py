@@ -13,7 +13,7 @@ One core of a Neoverse N1, texts of 4 to 28 KB, CPU time, encoding included: 153
 from __future__ import annotations
 
 import numpy as np
-from numba import int64, njit, types, uint8, uint16, uint32, uint64
+from numba import float32, float64, int64, njit, types, uint8, uint16, uint32, uint64
 
 from zero2all.corpus.dedup.config import VALUES
 from zero2all.corpus.dedup.fold import LETTER, SIGN, SPACE, character_class, fold_table
@@ -28,6 +28,7 @@ BYTES_2D = types.Array(uint8, 2, "C")
 CONST_2D = types.Array(uint8, 2, "C", readonly=True)
 STEPS_2D = types.Array(uint16, 2, "C", readonly=True)
 FOLDS = types.Array(uint16, 1, "C", readonly=True)
+TABLE = types.Array(float32, 2, "C", readonly=True)
 
 BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
 WORD_BASE = np.uint64(0xD6E8FEB86659FD93)
@@ -372,3 +373,19 @@ def find_rows(points: np.ndarray, classes: np.ndarray, bits: int, rows: np.ndarr
                 last = unit
         word, before = np.uint64(0), np.int64(0)
     return put
+
+
+@njit(types.UniTuple(float64, 2)(uint32[::1], TABLE, uint16[::1]), cache=True, nogil=True)
+def weigh_rows(rows: np.ndarray, table: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Of the different rows, each with the root of its number: the sum of their weights, and of the roots alone.
+    `counts` is room for the numbers, all zero before and after."""
+    weights, roots = 0.0, 0.0
+    for row in rows:
+        counts[row] += np.uint16(1)
+    for row in rows:
+        if counts[row]:
+            root = np.sqrt(np.float64(counts[row]))
+            weights += root * table[row, 0]
+            roots += root
+            counts[row] = 0
+    return weights, roots
