@@ -26,16 +26,29 @@ POET = Item("5", "谁？", answer="李白", language="zh", extra={"aliases": ["�
         *((CITY, text, None) for text in ("", "An answer", "It is Paris, not Rome", "Bonn", "E")),
         *((HAN, text, "0") for text in ("A", "答案是A", "答案：A。", "A．北京", "我想是北京", "北京。")),
         *((STEMS, *each) for each in (("乙", "1"), ("甲骨文", None), ("答案是甲", "0"), ("乙．上海", "1"))),
+        *((CITY, text, "1") for text in ("b", " (b)", "b. Paris", "Ｂ", "Option C is wrong; the answer is B.")),
+        *((CITY, text, "1") for text in ("A is wrong. B is right.", "Berlin? No, the answer is Paris.")),
+        *((CITY, text, None) for text in ("A or B", "A and C", "The answer is A or B", "I'd say E")),
+        *((HAN, text, "1") for text in ("选项A错误，选项B正确。", "A不对，故选B。", "不是A，而是B。", "答案应为Ｂ")),
         (replace(HAN, extra={"labels": ""}), "A", None),
         *((EVEN, text, "0,2") for text in ("AC", "A, C", "C and A", "A、C。", "The answer is A and C.", "2 and 4")),
+        *((EVEN, text, "0,2") for text in ("(A) and (C)", "**A**, **C**", "A. 2\nC. 4", "ac", "\\boxed{AC}")),
+        *((EVEN, text, "0,2") for text in ('["A", "C"]', "A项和C项", "B和D不对，所以选AC。", "ＡＣ")),
+        (replace(EVEN, extra={"golds": (0, 2), "labels": "1234"}), "13. 12 minus 13 is 1", "0"),
         (EVEN, "none", None),
         (NUMBER, "3*4 is 12. The answer is 1,012. Or 7", "1012.0"),
         (NUMBER, "it costs $3 and then $12.50", "12.5"),
+        *((NUMBER, text, "-5.0") for text in ("−5", "3-8=-5", "The answer is 3 - 8 = −5. It has 2 digits")),
+        *((NUMBER, text, "12.0") for text in ("\\boxed{12}, in 3 steps", "10-12")),
+        (NUMBER, ".5", "0.5"),
         (NUMBER, "no idea", None),
         (POET, "诗人李白。\n问", "诗人李白"),
         (Item("", "who", answer="St. Louis"), "St. Louis.", "stlouis"),
         (Item("", "who", answer="The Cat"), " cat!", "cat"),
         (Item("", "who", answer="cat"), " Cats. They purr.", "cats"),
+        (Item("", "who", answer="cat"), "The answer is: **Cat**.", "cat"),
+        *((Item("", "sum", answer="15"), text, text) for text in ("1.5", "-15", "1/5")),
+        *((Item("", "letter", answer=text), f" {text}.", text.lower()) for text in "A+"),
     ],
 )  # fmt: skip
 def test_answers_are_found_in_what_was_written(item, written, answer):
@@ -47,7 +60,10 @@ def test_an_answer_that_was_thought_about_stands_after_the_last_marker():
     assert read_answer(CITY, told, is_thought=True) == "1"
     assert read_answer(CITY, "It is B.", is_thought=True) is None
     assert read_answer(NUMBER, "7 x 9 = 63. So the answer is 1012, not 63.", is_thought=True) == "1012.0"
+    assert read_answer(NUMBER, "So the answer is 3 x 4 = 12, not 63.", is_thought=True) == "12.0"
     assert read_answer(HAN, "北京是首都。所以答案是A。", is_thought=True) == "0"
+    for text in ("Therefore, **the answer is B**.", "巴黎。所以，答案是B。", "Hence $\\boxed{B}$."):
+        assert read_answer(CITY, text, is_thought=True) == "1"
 
 
 def test_right_is_one_spelling_and_several_options_earn_partial_credit():

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from zero2all.cli import main
-from zero2all.evals.diff import compare
+from zero2all.common.errors import BadInputError
+from zero2all.evals.diff import changed_data, compare
 
 
 def report(form, rights, bits=()):
@@ -32,6 +33,16 @@ def test_bits_are_compared_per_byte_and_only_items_of_both():
     assert (row["one"], row["other"], row["difference"]) == pytest.approx((3.0, 2.8, -0.2))
     assert row["interval"] == pytest.approx((-0.2 - 1.959964 * 0.1 / 3**0.5, -0.2 + 1.959964 * 0.1 / 3**0.5))
     assert compare(report("bits", [], [1.0]), report("cloze", [True])) == []
+
+
+def test_other_questions_under_the_same_ids_are_not_compared_and_what_is_no_report_is_refused():
+    exam = {"settings": {"tasks": {"data": {"exam/test.jsonl": "1"}}, "suites": None}, **report("cloze", [True, False])}
+    other = {**exam, "settings": {"tasks": {"data": {"exam/test.jsonl": "2", "more/test.jsonl": "3"}}}}
+    assert [row["items"] for row in compare(exam, exam)] == [2]
+    assert (compare(exam, other), changed_data(exam, other)) == ([], {"exam"})
+    for bad in ({"tasks": None}, {"tasks": {"results": [{"task": "exam", "form": "cloze"}]}}):
+        with pytest.raises(BadInputError, match="is no report of `z2a eval RUN`"):
+            compare(exam, bad)
 
 
 def test_two_checkpoints_of_a_run_are_compared(trained_workspace, tmp_path, capsys):

@@ -303,11 +303,13 @@ def _contamination(arguments: argparse.Namespace) -> None:
     z2a eval diff my-run@1000 my-run --work my-workspace
     """)
 def _diff(arguments: argparse.Namespace) -> None:
-    from zero2all.evals.diff import compare, diff_lines, report_of
+    from zero2all.evals.diff import changed_data, compare, diff_lines, report_of
 
     workspace = workspace_of(arguments)
     (one, first), (other, second) = (report_of(workspace, name) for name in (arguments.one, arguments.other))
     print("\n".join(diff_lines(one, other, compare(first, second))))
+    if changed := sorted(changed_data(first, second)):
+        tell(f"left out, because the two were asked from other files: {', '.join(changed)}")
 
 
 @verb("""

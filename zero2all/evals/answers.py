@@ -4,12 +4,13 @@
     read_answer(item, "Rome is in Italy. So the answer is Paris.", "ABCD", True)   the option 1
     read_answer(item, "Who knows?", "ABCD")                                        None: an answer that cannot be read
 
-Rules, of which the first that finds something counts: a label after words such as `the answer is`; a label that begins
-the text; the text of an option that begins it; the only label that stands alone in it; the only option whose text it
-has. What is found by none of them is wrong, and counted.
+Rules, of which the first that finds something counts: a label, or an option's text, after `answer is`; a label after
+`option`; a label that begins the text; an option's text that does; the only label that stands alone; the only option
+that is named. `A is wrong` names no label, nor does `A or B` where one is right. An answer that none finds is wrong.
 """
 
 import re
+import string
 from collections import Counter
 from collections.abc import Sequence
 
@@ -17,38 +18,47 @@ from zero2all.evals.items import LABELS, Item
 
 MARKERS = {"en": "So the answer is", "zh": "所以答案是"}
 """What a text that thinks first says before its final answer."""
-NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
-NAMED = r"(?:####|(?i:answer is|answer:|option|choose)|答案是|答案为|答案：|选项?|选择)\s*[:：]?\s*"
-OPENING = r"[\s(（\[*_\"“'$¥]*"
-BETWEEN = r"(?:\s*(?:[,，、;&/]|and|和|与|及)?\s*)"
+PLAIN = {0x2212: ord("-"), **{code + 0xFEE0: code for code in b"0123456789" + string.ascii_letters.encode()}}
+NUMBER = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)"
+FINAL = (
+    r"(?:####|(?i:\\boxed(?=\{)|answers? (?:is|are|(?:must|should|would) be)\b|answers?\W{0,2}:)"
+    r"|答案(?:应该?)?[是为选：:]|故选|而是)[:：]?"
+)
+ASIDE = r"(?:(?i:option|choose)|选项?|选择)\s*[:：]?"
+OPENING = r"[\s(（\[{*_\"“'`$¥:：]*"
+BETWEEN = r"(?:[\s,，、;；&/*_()（）\[\]\"'“”-]|(?i:and|as well as)|和|与|及|以及|项)*"
+WRONG = r"(?!(?: (?:is|are)(?: not\b| wrong| incorrect| false|n't))|\s*项?(?:都|均)?(?:不|错))"
+SMALL = rf"(?:{FINAL}|{ASIDE}|\A){OPENING}(?:[a-z]{{1,4}}(?=[)\].:*}}]*\s*$)|[a-z](?=[)\].:]))"
+"""A label in small letters, where an answer may stand: `(b)`, `b.`, `b`."""
 
 
 def read_answer(item: Item, written: str, labels: str = LABELS, is_thought: bool = False) -> str | None:
     """The answer in the spelling in which answers are compared: numbers of options, a number, or normalised text; None
-    where there is none. `is_thought`: it stands after the last marker."""
+    where there is none. `is_thought`: it stands after the last words such as `the answer is`."""
+    written = written.translate(PLAIN)
     if is_thought:
-        _, marker, written = written.rpartition(MARKERS["zh" if item.language == "zh" else "en"])
-        if not marker:
+        if len(said := re.split(FINAL, written)) == 1:
             return None
+        written = said[-1]
     written = written.strip()
-    if item.golds:
-        options = _several(written, shown_labels(item, labels), item.choices)
-        return ",".join(map(str, options)) or None
+    written = re.sub(SMALL, lambda small: small[0].upper(), written)
+    shown, choices = shown_labels(item, labels).translate(PLAIN), [text.translate(PLAIN) for text in item.choices]
     if item.choices:
-        option = _option(written, shown_labels(item, labels), item.choices)
-        return None if option is None else str(option)
+        options = (_several if item.golds else _option)(written, shown, choices)
+        return ",".join(map(str, options)) or None
     if "number" in item.extra:
-        number = number_in(written, 0 if is_thought else -1)
+        number = number_in("####" + written, 0) if is_thought else number_in(written)
         return None if number is None else str(number)
     line = written.partition("\n")[0]
-    sentence = re.split(r"(?<=[^\W\d])[.!?](?:\s|$)|[。！？]", line)[0]
+    sentence = re.split(r"(?<=[^\W\d])[.!?](?:\s|$)|[。！？]", re.split(FINAL, line, maxsplit=1)[-1])[0]
     right = right_answers(item)
     return next((text for text in map(normalised, (line, sentence)) if text in right), normalised(sentence)) or None
 
 
 def number_in(written: str, place: int = -1) -> float | None:
-    """The number after `answer is` or `####`, or else the last one, or that at this place."""
-    named = re.search(rf"{NAMED}{OPENING}({NUMBER})", written)
+    """The number after `answer is` or `####`, of a sum its result; or else the last one, or that at this place."""
+    written = written.translate(PLAIN)
+    named = re.search(rf"{FINAL}(?:[-+*/×÷().,\w\s$¥]*=)*{OPENING}({NUMBER})", written)
     numbers = [named.group(1)] if named else re.findall(NUMBER, written)
     return float(numbers[place].replace(",", "")) if numbers else None
 
@@ -67,9 +77,8 @@ def credit(item: Item, answer: str | None) -> float:
     if not item.golds:
         return float(answer in right_answers(item))
     said = set(answer.split(",")) if answer else set()
-    return sum((str(number) in said) == (number in item.golds) for number in range(len(item.choices))) / len(
-        item.choices
-    )
+    judged = [(str(number) in said) == (number in item.golds) for number in range(len(item.choices))]
+    return sum(judged) / len(judged)
 
 
 def majority(answers: Sequence[str | None]) -> str | None:
@@ -84,31 +93,34 @@ def shown_labels(item: Item, labels: str) -> str:
 
 
 def normalised(answer: str) -> str:
-    """For comparison: small letters, no articles, no punctuation, no spaces."""
-    return re.sub(r"[\W_]+", "", re.sub(r"\b(a|an|the)\b", " ", answer.lower()))
+    """For comparison: small letters, no articles, punctuation or spaces; but -5, 1.5, 3/4, and A or + alone stay."""
+    small = answer.translate(PLAIN).lower().strip()
+    words = re.sub(r"(?<=\d),(?=\d{3})", "", re.sub(r"\b(a|an|the)\b", " ", small))
+    return re.sub(r"(?!(?<!\w)-\.?\d|(?<=\d)[./:]\d|(?<!\w)\.\d)[\W_]", "", words) or small.rstrip(".。")
 
 
-def _option(written: str, labels: str, choices: Sequence[str]) -> int | None:
-    for before in (NAMED, r"\A"):
-        for found in re.finditer(before + OPENING + _one_of(labels), written):
-            if not _is_article(written, found.start(1)):
-                return labels.index(found.group(1))
-    begun = [number for number, text in enumerate(choices) if _begins(written, text)]
-    if begun:
-        return max(begun, key=lambda number: len(choices[number]))
-    alone = _alone(written, labels)
-    if len(alone) == 1:
-        return alone.pop()
-    named = _named(written, choices)
-    return named[0] if len(named) == 1 else None
+def _option(written: str, labels: str, choices: Sequence[str]) -> list[int]:
+    not_hedged = rf"(?!{BETWEEN}(?:or|或)?\s*{_one_of(labels)})"
+    for before in (FINAL, ASIDE, r"\A"):
+        for found in re.finditer(before + OPENING, written):
+            label = re.match(_one_of(labels) + not_hedged, written[found.end() :])
+            if label and not _is_article(written, found.end()):
+                return [labels.index(label.group(1))]
+            begun = [number for number, text in enumerate(choices) if _begins(written[found.end() :], text)]
+            if begun and before != ASIDE:
+                return [max(begun, key=lambda number: len(choices[number]))]
+    return next((only for only in (_alone(written, labels), _named(written, choices)) if len(only) == 1), [])
 
 
 def _several(written: str, labels: str, choices: Sequence[str]) -> list[int]:
-    group = f"[{re.escape(labels)}]" if labels else "(?!)"
-    found = re.search(rf"(?:{NAMED}|\A){OPENING}({group}(?:{BETWEEN}{group})*)(?![A-Za-z0-9])", written)
-    if found and not _is_article(written, found.start(1)):
-        return sorted({labels.index(letter) for letter in found.group(1) if letter in labels})
-    return sorted(_alone(written, labels)) or _named(written, choices)
+    for label, text in zip(labels, choices, strict=False):  # A. Paris, C. Rome -> A, C
+        written = re.sub(rf"(?<!\w){re.escape(label)}[.．:：)]\s*{re.escape(text)}(?!\w)", f"{label} ", written)
+    group = f"[{re.escape(labels)}]{'' if labels.isdigit() else '+'}(?![A-Za-z0-9])" if labels else "(?!)"  # 13 is none
+    for before in (FINAL, ASIDE, r"\A"):
+        for found in re.finditer(rf"{before}{OPENING}({group}(?:{BETWEEN}{group})*+){WRONG}", written):
+            if not _is_article(written, found.start(1)):
+                return sorted({labels.index(letter) for letter in found.group(1) if letter in labels})
+    return _alone(written, labels) or _named(written, choices)
 
 
 def _one_of(labels: str, is_alone: bool = False) -> str:
@@ -117,17 +129,17 @@ def _one_of(labels: str, is_alone: bool = False) -> str:
         return "(?!)"
     kinds = {"A-Za-z0-9": str.isascii, "\u4e00-\u9fff": lambda label: label >= "\u4e00"}
     beside = next((f"[{kind}]" for kind, is_of in kinds.items() if is_of(labels[0])), "(?!)")
-    return (f"(?<!{beside})" if is_alone else "") + f"([{re.escape(labels)}])(?!{beside})"
+    return (f"(?<!{beside})" if is_alone else "") + f"([{re.escape(labels)}])(?!{beside}){WRONG}"
 
 
-def _alone(written: str, labels: str) -> set[int]:
+def _alone(written: str, labels: str) -> list[int]:
     found = re.finditer(_one_of(labels, is_alone=True), written)
-    return {labels.index(each.group(1)) for each in found if not _is_article(written, each.start(1))}
+    return sorted({labels.index(each.group(1)) for each in found if not _is_article(written, each.start(1))})
 
 
 def _is_article(written: str, place: int) -> bool:
-    """Whether the letter there is a word: `A dog`, `I think`."""
-    return written[place] in "AI" and re.match(r" (?!and\b|or\b|is\b)[a-z]", written[place + 1 :]) is not None
+    """Whether the letter there is a word: `A dog`, `I think`, `I'm`."""
+    return written[place] in "AI" and bool(re.match(r" (?!(and|or|is|only|as)\b)[a-z]|['’][a-z]", written[place + 1 :]))
 
 
 def _begins(written: str, choice: str) -> bool:

@@ -20,6 +20,7 @@ from zero2all.common.language import translate as t
 from zero2all.common.workspace import Workspace
 from zero2all.evals.rewrites.measure import mean_gap
 from zero2all.evals.signal import read_reports
+from zero2all.evals.tasks.list import SHARED_FOLDERS
 
 Key = tuple[str, str]
 """What was asked, and how."""
@@ -48,11 +49,14 @@ def report_of(workspace: Workspace, name: str) -> tuple[str, dict[str, Any]]:
 
 def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row for everything that both were asked: the figures, and other - one with its interval and p."""
-    first, second = dict(_asked(one)), dict(_asked(other))
-    rows = []
+    try:
+        first, second = dict(_asked(one)), dict(_asked(other))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise BadInputError("One of the two is no report of `z2a eval RUN`: those are named step-….json.") from error
+    rows, changed = [], changed_data(one, other)
     for (name, form), answers in first.items():
         both = sorted(answers.keys() & second.get((name, form), {}).keys())
-        if not both:
+        if not both or SHARED_FOLDERS.get(task := name.rpartition(": ")[2], task) in changed:
             continue
         before, after = ([each[item] for item in both] for each in (answers, second[name, form]))
         is_bits = form == "bits"
@@ -66,6 +70,16 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, 
         found = {"name": name, "form": form, "items": len(both), "one": values[0], "other": values[1]}
         rows.append({**found, "difference": gap, "interval": interval, "p": p})
     return rows
+
+
+def changed_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """The folders of both whose files are not the same: an id may stand for another question, so they are left out."""
+    files: list[dict[str, str]] = [{}, {}]
+    for kept, report in zip(files, (one, other), strict=True):
+        for part in ("suites", "tasks"):
+            kept |= (report.get("settings", {}).get(part) or {}).get("data", {})
+    asked = ({path.partition("/")[0] for path in kept} for kept in files)
+    return {path.partition("/")[0] for path, _ in files[0].items() ^ files[1].items()}.intersection(*asked)
 
 
 def _of_bits(gaps: list[float], size: float) -> tuple[float, tuple[float, float], float]:

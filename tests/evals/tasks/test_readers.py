@@ -216,6 +216,18 @@ def test_an_own_question_may_have_several_answers(tmp_path):
     assert all(part in problem for part, problem in zip(said, exam.problems, strict=True))
     put(tmp_path, "table", {"q.csv": b"question,A,B,C,answer\nEven?,2,3,4,AC\nOdd?,2,3,4,B\n"})
     assert [item.golds for item in read_tasks(tmp_path, ["table"])[0].items] == [(0, 2), (1,)]
+    put(tmp_path, "excel", {"q.csv": "\ufeffquestion,A,B,C,D,answer\r\nFew?,2,3,,,b\r\nGap?,2,,4,5,C\r\n".encode()})
+    (excel,) = read_tasks(tmp_path, ["excel"])
+    assert [(item.choices, item.gold) for item in excel.items] == [(("2", "3"), 1)]
+    assert excel.problems == ("q.csv row 2: option 2 is empty",), "without B, C would be the third option"
+    spelt = ("ＡＣ", "a,c", "A和C", "A and C", "(A)(C)", "['A', 'C']", "bad", [True, False])
+    rows = [{"question": str(each), "options": ["2", "3", "4", "7"], "answer": each} for each in spelt]
+    rows += [{"question": "?", "choices": each, "answer": "A"} for each in ({"A": "2", "B": "3"}, [None, "3"])]
+    put(tmp_path, "spelt", {"q.jsonl": lines(*rows)})
+    (exam,) = read_tasks(tmp_path, ["spelt"])
+    assert [item.golds for item in exam.items] == [(0, 2)] * 6
+    said = ("the right answer is bad;", "the right answer is True;", *["its choices are not a list of texts"] * 2)
+    assert all(part in problem for part, problem in zip(said, exam.problems, strict=True))
     put(tmp_path, "word", {"q.csv": b"question,A,B,answer\nWord?,AB,BA,AB\n"})  # the text of an option
     assert [(item.gold, item.golds) for item in read_tasks(tmp_path, ["word"])[0].items] == [(0, ())]
 

@@ -26,6 +26,7 @@ from typing import Any
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import crc32c_of
 from zero2all.common.schema import nearest_hint
+from zero2all.evals.answers import PLAIN
 from zero2all.evals.items import CONTINUE, LABELS, NO_ANSWER, NOT_READABLE, QUESTION, Item, ItemError, Task, check_forms
 from zero2all.evals.tasks.files import DataFile, Reader, cell, data_files, gold_of, rows_of, text, with_choices
 from zero2all.evals.tasks.public import EVERYDAY, EXAMS, OPEN, READING, SOLVING
@@ -196,8 +197,8 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
         return
     labels, is_several = LABELS[: len(choices)], isinstance(answer, list)
     if not is_several and isinstance(answer, str) and answers[0] not in choices:
-        letters = re.sub(r"[\s,，、;；/]", "", answers[0])
-        if len(letters) > 1 and set(letters) <= set(labels):  # ABD, or A, B, D
+        letters = _letters(answers[0], labels)
+        if len(letters) > 1:  # ABD, or A, B, D
             answers, is_several = list(letters), True
     given = answer if isinstance(answer, list) and all(isinstance(each, int) for each in answer) else answers
     golds = sorted({_gold(each, choices, labels) for each in (given if is_several else [answer])})
@@ -210,12 +211,20 @@ def _own(row: Any, _: DataFile) -> Iterator[Item]:
 
 def _gold(answer: Any, choices: list[str], labels: str) -> int:
     """The number of a right option, given as its number, its text or its letter."""
-    if isinstance(answer, int):
+    if type(answer) is int:  # true and false are texts
         return answer
     text = str(answer).strip()
     if text in choices:
         return choices.index(text)
+    text = _letters(text, labels) or text
     return gold_of(text, list(labels) if len(text) == 1 else choices)  # a text that is no option: they are listed
+
+
+def _letters(text: str, labels: str) -> str:
+    """The letters of an answer such as ABD, `A, B`, `a`, (B); none of another text, nor of a word in small letters."""
+    plain = re.sub(r"\band\b|[和与及]", "", text.translate(PLAIN))
+    letters = re.sub(r"[\s,，、;；/|&.()（）[\]'\"]", "", plain).upper()
+    return "" if re.search("[a-z]{2}", plain) or not set(letters) <= set(labels) else letters
 
 
 def _language(row: Any, question: str) -> str:
@@ -223,9 +232,12 @@ def _language(row: Any, question: str) -> str:
 
 
 def _choices(row: Any) -> list[str]:
-    given = row.get("choices")
+    given = row.get("options") if row.get("choices") is None else row["choices"]
     if isinstance(given, str):
         given = given.split("|") if given else []
     if given is None:
-        given = [row[label] for label in LABELS if row.get(label)]
+        cells = ["" if row.get(label) is None else str(row[label]).strip() for label in LABELS]
+        given = cells[: max((number for number, text in enumerate(cells, 1) if text), default=0)]
+    if not isinstance(given, list) or any(each is None or isinstance(each, (list, dict)) for each in given):
+        raise ItemError(NOT_READABLE, "its choices are not a list of texts")
     return [str(choice).strip() for choice in given]
