@@ -436,7 +436,7 @@ def _masked_places(texts: Sequence[str], options: Mask) -> Iterator[tuple[str, s
                 yield kind, f"{masked[max(0, at - 20) : at]}[{line[at : at + 30]}]"
 
 
-SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "near": measure_near,
     "parts": measure_parts,
     "passages": measure_passages,
