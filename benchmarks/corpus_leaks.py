@@ -48,7 +48,7 @@ from zero2all.corpus.dedup.signatures import describe
 CONFIGS = {"as before": DedupConfig(character_ngram=5, character_jaccard=0.8), "now": DedupConfig()}
 LIKE = 0.75
 """A dropped record that is less alike to the one kept for it, by edit distance, is a false positive."""
-PASSAGE, PASSAGE_BYTES = 200, 1_000_000_000
+PASSAGE = 200
 
 
 def main() -> None:
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--section", default=",".join(SECTIONS))
+    parser.add_argument("--passage-mb", type=int, default=1000, help="megabytes of text for the section passages")
     arguments = parser.parse_args()
     work = arguments.work or Path(tempfile.mkdtemp(prefix="z2a-leaks-"))
     work.mkdir(parents=True, exist_ok=True)
@@ -64,7 +65,8 @@ def main() -> None:
     path = RESULTS / "corpus_leaks.json"
     results = read_json(path) if path.is_file() else {}
     for name in arguments.section.split(","):
-        results[name] = SECTIONS[name](bench)
+        more = (arguments.passage_mb * 1_000_000,) if name == "passages" else ()
+        results[name] = SECTIONS[name](bench, *more)
         results.pop("machine", None)
         save_result("corpus_leaks", results)
         print(name, json.dumps(results[name], ensure_ascii=False, indent=1), flush=True)
@@ -186,8 +188,8 @@ def measure_parts(bench: Bench) -> dict[str, Any]:
 # ---- repeated passages ----------------------------------------------------------------------------------------
 
 
-def measure_passages(bench: Bench) -> dict[str, Any]:
-    """1 GB: real text, then characters drawn one by one, with planted passages of 200 to 2,000 characters copied from
+def measure_passages(bench: Bench, text_bytes: int) -> dict[str, Any]:
+    """Real text, then characters drawn one by one, with planted passages of 200 to 2,000 characters copied from
     document to document, between marks."""
     rng, dice = random.Random(9), np.random.default_rng(9)
     folder = bench.work / "passages"
@@ -195,13 +197,13 @@ def measure_passages(bench: Bench) -> dict[str, Any]:
     planted: dict[str, list[str]] = {}
     sources: dict[str, Path] = {}
     total = documents = 0
-    for language, text_bytes in {"zh": PASSAGE_BYTES // 2, "en": PASSAGE_BYTES // 2}.items():
+    for language in ("zh", "en"):
         sources[language], planted[language] = folder / f"{language}.jsonl", []
         donors: list[str] = []
         size = 0
         with open(sources[language], "wb") as out:
             for text in _texts(bench, language, rng, dice):
-                if size > text_bytes:
+                if size > text_bytes // 2:
                     break
                 if len(text) > 4 * PASSAGE and rng.random() < 0.02:
                     donors = [*donors[-200:], text]
@@ -242,6 +244,8 @@ def measure_passages(bench: Bench) -> dict[str, Any]:
             pieces = row["content"].split("⟦" + language)
             for piece in pieces[1:]:
                 number, _, text = piece.partition("⟧")
+                if not number.isdecimal() or int(number) >= len(passages):
+                    continue  # a cut went through the mark
                 left += len(text) >= PASSAGE and text.startswith(passages[int(number)][:PASSAGE])
     dropped = {source: values["bytes_dropped"] for source, values in report["sources"].items()}
     return {
@@ -432,7 +436,7 @@ def _masked_places(texts: Sequence[str], options: Mask) -> Iterator[tuple[str, s
                 yield kind, f"{masked[max(0, at - 20) : at]}[{line[at : at + 30]}]"
 
 
-SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "near": measure_near,
     "parts": measure_parts,
     "passages": measure_passages,
