@@ -106,21 +106,19 @@ def _plain(model: Any, ids: list[int], end: int) -> tuple[list[int], bool]:
 
 
 def trained(work: Path, name: str, texts: list[str], steps: int, seed: int, vocabulary: int = 300) -> Workspace:
-    """A model that learned these texts; nothing is done twice."""
+    """A model that learned these texts; nothing is done twice, and what was killed goes on."""
     seq_len = 128
     workspace = open_workspace(work / name, create=True)
-    if (workspace.root / "runs/m").is_dir():
-        return workspace
     path = work / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
-    common = ["--work", str(workspace.root)]
-    build = ["corpus", "build", f"en={path}:en", "--dedup.near", "off", "--dedup.exact", "false", "--valid-share", "0"]
-    for words in (
-        build,
-        ["tokenizer", "train", "--kind", "hf-bbpe", "--vocab-size", str(vocabulary)],
-        ["pack", "--best-fit", str(seq_len)],
-    ):
-        assert z2a([*words, *common]) == 0, words
+    if not (workspace.packed / "report.json").is_file():
+        lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+        path.write_text("\n".join(lines), encoding="utf-8")
+        for words in (
+            f"corpus build en={path}:en --dedup.near off --dedup.exact false --valid-share 0",
+            f"tokenizer train --kind hf-bbpe --vocab-size {vocabulary}",
+            f"pack --best-fit {seq_len}",
+        ):
+            assert z2a([*words.split(), "--work", str(workspace.root)]) == 0, words
     values = {
         "model": {**MODEL, "max_seq_len": 4 * seq_len},
         "data": {"seq_len": seq_len, "mixture": {"en": 1.0}, "packing": "best_fit", "document_mask": True},
