@@ -8,11 +8,11 @@
     python benchmarks/eval_written.py show                       what was measured
 
 `thinking`: a model of 1.1 M parameters learns sums of three numbers of two digits from text, half of them told at once
-and half with their steps, in three seeds; judged are 500 sums that stand in no training text, in the three forms, with
+and half with their steps, in two seeds; judged are 500 sums that stand in no training text, in the three forms, with
 four options of which three lie near the right one. `memory`: people with invented lives; 100 questions about them are
 printed 20 times each, with their options in one order, among other text; 100 are asked without ever having been
 printed. The gap of an item is what it loses in its rewrites: log-probability of the right label less the best wrong
-one, before and after. A twin is trained on the same text without the planted questions.
+one, before and after. A twin reads the same text without the planted questions, for a third of the steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from zero2all.train.run import train
 
 NAME = "eval_written"
 ASKED, NEW_TOKENS = 500, 48
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 REWRITES = ("R2", "R13")
 
 
@@ -106,21 +106,19 @@ def _plain(model: Any, ids: list[int], end: int) -> tuple[list[int], bool]:
 
 
 def trained(work: Path, name: str, texts: list[str], steps: int, seed: int, vocabulary: int = 300) -> Workspace:
-    """A model that learned these texts; nothing is done twice."""
+    """A model that learned these texts; nothing is done twice, and what was killed goes on."""
     seq_len = 128
     workspace = open_workspace(work / name, create=True)
-    if (workspace.root / "runs/m").is_dir():
-        return workspace
     path = work / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
-    common = ["--work", str(workspace.root)]
-    build = ["corpus", "build", f"en={path}:en", "--dedup.near", "off", "--dedup.exact", "false", "--valid-share", "0"]
-    for words in (
-        build,
-        ["tokenizer", "train", "--kind", "hf-bbpe", "--vocab-size", str(vocabulary)],
-        ["pack", "--best-fit", str(seq_len)],
-    ):
-        assert z2a([*words, *common]) == 0, words
+    if not (workspace.packed / "report.json").is_file():
+        lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+        path.write_text("\n".join(lines), encoding="utf-8")
+        for words in (
+            f"corpus build en={path}:en --dedup.near off --dedup.exact false --valid-share 0",
+            f"tokenizer train --kind hf-bbpe --vocab-size {vocabulary}",
+            f"pack --best-fit {seq_len}",
+        ):
+            assert z2a([*words.split(), "--work", str(workspace.root)]) == 0, words
     values = {
         "model": {**MODEL, "max_seq_len": 4 * seq_len},
         "data": {"seq_len": seq_len, "mixture": {"en": 1.0}, "packing": "best_fit", "document_mask": True},
@@ -173,7 +171,7 @@ def thinking(work: Path) -> dict[str, Any]:
                 told = f" {item.extra['reasoning']} {MARKERS['en']} {label}." if number % 2 else f" {label}"
             texts.append(writing.prompt + told)
         texts = ["\n\n".join(texts[first : first + 3]) for first in range(0, len(texts), 3)]
-        workspace = trained(work, f"sums-{seed}", texts, 900, seed)
+        workspace = trained(work, f"sums-{seed}", texts, 600, seed)
         engine = Engine(load_model("m", workspace, device="cpu", dtype="float32"))
         task = Task("sums", "en", tuple(held_out))
         options = JudgeOptions(["cloze", "choice", "generate", "think"], shots=0, think_tokens=64)
@@ -234,10 +232,10 @@ def memory(work: Path) -> dict[str, Any]:
     golds = [item.gold or 0 for item in planted for _ in range(20)]
     seen = [each.prompt + each.continuations[gold] for each, gold in zip(asked, golds, strict=True)]
     found: dict[str, Any] = {"planted": len(planted), "others": len(others), "times": 20, "rewrites": REWRITES}
-    for name, texts in (("planted", [*base, *seen]), ("twin", base)):
+    for name, texts, steps in (("planted", [*base, *seen], 900), ("twin", base, 300)):
         draw.shuffle(texts)
         engine = Engine(
-            load_model("m", trained(work, f"memory-{name}", texts, 900, 1, 600), device="cpu", dtype="float32")
+            load_model("m", trained(work, f"memory-{name}", texts, steps, 1, 600), device="cpu", dtype="float32")
         )
         gaps = [item_gaps(engine, group) for group in (planted, others)]
         auc = fmean((one > other) + (one == other) / 2 for one in gaps[0] for other in gaps[1])
