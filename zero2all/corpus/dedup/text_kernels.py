@@ -140,34 +140,29 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
 
 @njit(nogil=True)
 def _find_anchors(
-    units: np.ndarray, count: int, gram: int, window: int, grams: np.ndarray, anchors: np.ndarray, put: int
+    units: np.ndarray, count: int, gram: int, window: int, grams: np.ndarray, minima: np.ndarray, out: np.ndarray
 ) -> int:
-    """Winnowing: the least hash of every `window` consecutive grams, once as long as it stays the least."""
-    leave = np.uint64(1)
-    for _ in range(gram):
-        leave *= BASE
-    run = np.uint64(0)
-    last = -1
-    start = put
-    for at in range(count):
+    """Winnowing: the least hash of every `window` consecutive grams, once as long as it stays the same."""
+    run, leave = np.uint64(0), np.uint64(1)
+    for at in range(min(gram, count)):
         run = run * BASE + units[at]
-        if at >= gram:
-            run -= units[at - gram] * leave
-        if at < gram - 1:
-            continue
-        grams[at] = np.uint32(_mix(run))
-        is_new = last < 0 or grams[at] < grams[last]
-        if is_new:
-            last = at
-        elif at - last >= window:
-            is_new = True
-            last = at
-            for other in range(at - 1, at - window, -1):
-                if grams[other] < grams[last]:
-                    last = other
-        full = gram + window - 2
-        if (is_new and at > full) or at == full or (at == count - 1 and put == start):
-            anchors[put] = grams[last]
+        leave *= BASE
+    grams[0] = np.uint32((run * MIX_1) >> np.uint64(32))
+    for at in range(gram, count):
+        run = run * BASE + (units[at] - units[at - gram] * leave)
+        grams[at - gram + 1] = np.uint32((run * MIX_1) >> np.uint64(32))
+    number = max(count - gram + 1, 0)
+    size = min(1, number)
+    while size < min(window, number):  # each time the least of `size` grams and of as many behind them
+        step = min(size, min(window, number) - size)
+        rest = number - size - step + 1
+        np.minimum(grams[:rest], grams[step : step + rest], minima[:rest])  # vectorised, unlike a loop
+        grams, minima = minima, grams
+        size += step
+    put = 0
+    for at in range(min(number, number - size + 1)):
+        if put == 0 or grams[at] != grams[at - 1]:
+            out[put] = grams[at]
             put += 1
     return put
 
@@ -207,6 +202,7 @@ def sign_texts(
         longest = max(longest, offsets[number + 1] - offsets[number])
     units = np.empty(longest + 1, np.uint64)
     grams = np.empty(longest + 1 if anchors.size else 0, np.uint32)
+    least = np.empty_like(grams)
     leave = np.uint64(1)
     for _ in range(length):
         leave *= BASE
@@ -274,9 +270,8 @@ def sign_texts(
             key = (key + word) * BASE
         keys[number] = max(_mix(key), np.uint64(1)) if key else np.uint64(0)
         if anchors.size:
-            before = put
-            put = _find_anchors(units, count, gram, window, grams, anchors, put)
-            anchor_counts[number] = put - before
+            anchor_counts[number] = _find_anchors(units, count, gram, window, grams, least, anchors[put:])
+            put += anchor_counts[number]
         if out.shape[0] == 0:
             continue
         minima[:] = EMPTY
