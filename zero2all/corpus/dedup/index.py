@@ -172,17 +172,6 @@ def lookup(path: Path, documents: np.ndarray) -> np.ndarray:
     return np.load(path, mmap_mode="r")[documents]
 
 
-def pread_into(rows: np.ndarray, handle: int, at: int, path: Path) -> None:
-    """Fill `rows` from byte `at` of an open file."""
-    view = rows.reshape(-1).data
-    while len(view):
-        count = os.preadv(handle, [view], at)
-        if count == 0:
-            raise AssertionError(f"the signatures of {path} end early")
-        view = view[count:]
-        at += count
-
-
 def sample_borders(files: list[Path], most_bytes: int) -> list[int]:
     """Values that cut all pairs of the sorted files into runs of about `most_bytes`, by a sample of them."""
     total = sum(npy_rows(file) for file in files)
