@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.corpus.dedup.index import ANCHORS_NAME, HEADER_BYTES, read_index
+from zero2all.corpus.dedup.index import ANCHORS_NAME, read_index
 
 LEAST_SHARED, MOST_RECORDS, FEW_ANCHORS, BOILERPLATE = 0.08, 64, 16, 0.5
 MIN_RECORDS_FOR_VALID = 20
@@ -144,5 +144,5 @@ def _anchors(units: Sequence[Path]) -> Iterator[tuple[int, np.ndarray, np.ndarra
     at = 0
     for folder in units:
         counts = read_index(folder)["anchors"].astype(np.int64)
-        yield at, counts, np.fromfile(folder / ANCHORS_NAME, np.uint32, offset=HEADER_BYTES)
+        yield at, counts, np.fromfile(folder / ANCHORS_NAME, np.uint32)
         at += len(counts)

@@ -16,7 +16,6 @@ import numpy as np
 from zero2all.common.files import read_json, write_json
 from zero2all.corpus.dedup.config import VALUES, DedupConfig
 from zero2all.corpus.dedup.index import (
-    HEADER_BYTES,
     SIGNATURES_NAME,
     index_slice,
     lookup,
@@ -303,7 +302,7 @@ def _signatures_of(documents: np.ndarray, units: Sequence[Path], first_ids: Sequ
     for owner, of_unit in groupby(runs, key=lambda run: int(owners[run[0]])):
         with open(units[owner] / SIGNATURES_NAME, "rb", buffering=0) as file:
             for start, end in of_unit:
-                at = HEADER_BYTES + (int(documents[start]) - first_ids[owner]) * VALUES
+                at = (int(documents[start]) - first_ids[owner]) * VALUES
                 data = os.pread(file.fileno(), (end - start) * VALUES, at)
                 rows[start:end] = np.frombuffer(data, np.uint8).reshape(-1, VALUES)
     return rows
