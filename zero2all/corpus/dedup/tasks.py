@@ -201,9 +201,7 @@ def pair_buckets(task: PartTask) -> dict[str, Any]:
     for part in range(task.end - task.first):
         entries = np.concatenate([piece[end[part] : end[part + 1]] for piece, end in zip(pieces, ends, strict=True)])
         entries.sort()
-        pair_count, member_count = kernels.count_pairs(entries, BUCKET_MOST)
-        pairs, members = np.empty(pair_count, np.uint64), np.empty(member_count, np.uint64)
-        kernels.make_pairs(entries, BUCKET_MOST, pairs, members)
+        pairs, members = kernels.make_pairs(entries, BUCKET_MOST)
         if task.round_number == 0:
             runs.add(pairs)
         borders = np.flatnonzero(np.diff(members >> np.uint64(32))) + 1
