@@ -16,7 +16,7 @@ import numpy as np
 from numba import int64, njit, types, uint8, uint16, uint32, uint64
 
 from zero2all.corpus.dedup.config import VALUES
-from zero2all.corpus.dedup.fold import LETTER, SIGN, SPACE, character_class, fold_table
+from zero2all.corpus.dedup.fold import ALONE, LETTER, SIGN, SPACE, class_table, fold_table
 
 CHARACTER, WORD, TOKEN = range(3)
 UNIT_MODES = {"character": CHARACTER, "word": WORD, "token": TOKEN}
@@ -27,7 +27,7 @@ BYTES_1D = types.Array(uint8, 1, "C")
 BYTES_2D = types.Array(uint8, 2, "C")
 CONST_2D = types.Array(uint8, 2, "C", readonly=True)
 STEPS_2D = types.Array(uint16, 2, "C", readonly=True)
-FOLDS = types.Array(uint16, 1, "C", readonly=True)
+UNITS = types.Array(uint32, 1, "C", readonly=True)
 
 BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
 WORD_BASE = np.uint64(0xD6E8FEB86659FD93)
@@ -42,9 +42,13 @@ FEW_BINS = 64
 """Up to this many full bins it is faster to try them all than to walk."""
 
 
-CLASSES = np.array([character_class(code) for code in range(0x3400)], dtype=np.uint8)
-"""The class of every code point below the Han characters; `_class_of` knows the rest."""
-FOLD = fold_table()
+CLASSES = class_table()
+_FOLD = fold_table().astype(np.uint32)
+_WORDS = _FOLD + 0x20 * ((_FOLD >= 0x41) & (_FOLD <= 0x5A)) | CLASSES[_FOLD].astype(np.uint32) << 16
+_TOKENS = np.arange(1 << 16, dtype=np.uint32) | CLASSES.astype(np.uint32) << 16
+_TOKENS[ord("_")] = ord("_") | LETTER << 16
+UNIT_TABLES = {"character": _WORDS.astype(np.uint32), "word": _WORDS.astype(np.uint32), "token": _TOKENS}
+"""What a character of the first plane becomes, folded and in lower case, with its class times 2^16."""
 _RANDOM = np.random.Generator(np.random.PCG64(20240229))
 WALKS = np.stack([_RANDOM.permutation(VALUES) for _ in range(VALUES)]).astype(np.uint8)
 """WALKS[bin] is the order in which an empty bin looks for a full one: a random order of all bins."""
@@ -60,25 +64,11 @@ SPACES[[0xC2, 0xE1, 0xE2, 0xE3]] = 0
 
 
 @njit(nogil=True, inline="always")
-def _class_of(code: np.int64, classes: np.ndarray) -> np.uint8:
-    if code < 0x3400:
-        return classes[code]
-    if code < 0xA000:
-        return np.uint8(2) if 0x4DC0 <= code < 0x4E00 else np.uint8(3)
-    if code < 0xAC00:
-        return np.uint8(2)
-    if code <= 0xD7AF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x3FFFF:
-        return np.uint8(3)
-    if (
-        0xFE10 <= code <= 0xFE6F
-        or 0xFF00 <= code <= 0xFF0F
-        or 0xFF1A <= code <= 0xFF20
-        or 0xFF3B <= code <= 0xFF40
-        or 0xFF5B <= code <= 0xFF65
-        or 0x1F000 <= code <= 0x1FAFF
-    ):
-        return np.uint8(1)
-    return np.uint8(2)
+def _class_beyond(code: np.int64) -> np.uint8:
+    """The class of a character beyond the first plane."""
+    if 0x20000 <= code <= 0x3FFFF:
+        return np.uint8(ALONE)
+    return np.uint8(SIGN) if 0x1F000 <= code <= 0x1FAFF else np.uint8(LETTER)
 
 
 @njit(nogil=True, inline="always")
@@ -170,7 +160,7 @@ def _find_anchors(
 @njit(
     types.void(
         *(TEXT, OFFSETS, int64, int64, int64, int64, BYTES_2D, uint64[::1], uint32[::1], int64[::1]),
-        *(FOLDS, TEXT, CONST_2D, STEPS_2D),
+        *(UNITS, CONST_2D, STEPS_2D),
     ),
     cache=True,
     nogil=True,
@@ -186,8 +176,7 @@ def sign_texts(
     keys: np.ndarray,
     anchors: np.ndarray,
     anchor_counts: np.ndarray,
-    fold: np.ndarray,
-    classes: np.ndarray,
+    table: np.ndarray,
     walks: np.ndarray,
     steps: np.ndarray,
 ) -> None:
@@ -233,14 +222,11 @@ def sign_texts(
                     | (np.int64(text[at + 3]) & 0x3F)
                 )
                 at += 4
-            if mode != TOKEN and 0x80 <= code < 0x10000:
-                code = np.int64(fold[code])
-            kind = _class_of(code, classes)
-            if mode == TOKEN:
-                if code == 0x5F:
-                    kind = np.uint8(LETTER)
-            elif 0x41 <= code <= 0x5A:
-                code += 0x20
+            if code < 0x10000:
+                kind = np.uint8(table[code] >> 16)
+                code = np.int64(table[code] & 0xFFFF)
+            else:
+                kind = _class_beyond(code)
             alone = False
             if mode == CHARACTER:
                 if kind == SPACE:
@@ -351,7 +337,7 @@ def find_rows(points: np.ndarray, classes: np.ndarray, bits: int, rows: np.ndarr
         code = np.int64(points[at]) if at < points.size else np.int64(0x20)
         if 0x30 <= code <= 0x39:
             code = np.int64(0x30)
-        kind = _class_of(code, classes)
+        kind = classes[code] if code < 0x10000 else _class_beyond(code)
         if kind == LETTER:
             if code != 0x30 or before != 0x30:  # a number is one digit
                 word = (word ^ np.uint64(code)) * WORD_BASE
