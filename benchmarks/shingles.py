@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from zero2all.corpus.dedup.config import DedupConfig, Shingle
-from zero2all.corpus.dedup.fold import ALONE, LETTER, SIGN, SPACE, character_class, fold
+from zero2all.corpus.dedup.fold import ALONE, ALONE_RANGES, LETTER, SIGN, SIGN_RANGES, SPACE, SPACE_RANGES, fold
 
 
 def units_of(text: str, shingle: Shingle) -> list[str]:
@@ -44,3 +46,15 @@ def jaccard(first: set[tuple[str, ...]], second: set[tuple[str, ...]]) -> float:
 
 def _lower(char: str) -> str:
     return char.lower() if "A" <= char <= "Z" else char
+
+
+@cache
+def character_class(code: int) -> int:
+    """The class of a code point, the same for words and tokens but for `_`."""
+    if any(first <= code <= last for first, last in SPACE_RANGES):
+        return SPACE
+    if code < 0x80:
+        return LETTER if chr(code).isalnum() else SIGN
+    if any(first <= code <= last for first, last in ALONE_RANGES):
+        return ALONE
+    return SIGN if any(first <= code <= last for first, last in SIGN_RANGES) else LETTER

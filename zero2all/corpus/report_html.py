@@ -1,11 +1,10 @@
 """`report.html`: the report as one page that needs nothing else (`common/html.py`). Its looks are in `report.css`.
 
-Plots are HTML bars and small SVG; every figure in them also stands as text beside them.
+Plots are HTML bars; every figure in them also stands as text beside them.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -227,19 +226,18 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _source_section(name: str, source: Source, anchor: str) -> str:
-    sizes = {script: shares["bytes"] for script, shares in source["scripts"].items()}
-    total = sum(sizes.values()) or 1
-    bars = "".join(_bar(script, size, total, human_bytes(size)) for script, size in sizes.items())
-    scripts = f'<div class="bars">{bars}</div>' if sizes else f'<p class="faint">{t("nothing was kept")}</p>'
-    lengths = {int(low): count for low, count in source["length_histogram"].items()}
+    scripts = {script: (shares["bytes"], human_bytes(shares["bytes"])) for script, shares in source["scripts"].items()}
+    lows = [(int(low), count) for low, count in source["length_histogram"].items()]
+    lengths = {f"{_binary_size(low)}–{_binary_size(2 * low)}": (count, f"{count:,}") for low, count in lows}
+    plots = [_bars(lengths), _bars(scripts)]
     facts = "".join(f"<div><dt>{t(label)}</dt><dd>{escape(t(words))}</dd></div>" for label, words in _facts(source))
     kept = _texts(source["examples"]["kept"], source["channel"])
     captions = [t("Length of the kept texts"), t("Scripts, by bytes of kept text")]
     parts = [
         f'<section class="source" id="{anchor}"><h2>{escape(name)} ',
         f'<span class="chip">{escape(source["channel"])}</span></h2><dl class="facts">{facts}</dl>',
-        f'<div class="plots"><figure><figcaption>{captions[0]}</figcaption>{length_plot(lengths)}</figure>',
-        f"<figure><figcaption>{captions[1]}</figcaption>{scripts}</figure></div>",
+        f'<div class="plots"><figure><figcaption>{captions[0]}</figcaption>{plots[0]}</figure>',
+        f"<figure><figcaption>{captions[1]}</figcaption>{plots[1]}</figure></div>",
         _dropped(source),
         _quarantined(name, source),
     ]
@@ -272,6 +270,13 @@ def _facts(source: Source) -> Iterator[tuple[str, str]]:
     yield from facts_in_words(source).items()
     for note in source["reading_notes"]:
         yield "note", note
+
+
+def _bars(parts: Mapping[str, tuple[int, str]]) -> str:
+    """A bar for each part: its size, and that in words."""
+    total = sum(size for size, _ in parts.values()) or 1
+    bars = "".join(_bar(name, size, total, words) for name, (size, words) in parts.items())
+    return f'<div class="bars">{bars}</div>' if parts else f'<p class="faint">{t("nothing was kept")}</p>'
 
 
 def _bar(name: str, size: int, total: int, words: str) -> str:
@@ -322,62 +327,8 @@ def _texts(texts: Sequence[str], channel: str) -> str:
     return "".join(f'<pre class="{kind}"{language} dir="auto">{escape(text) or " "}</pre>' for text in shown)
 
 
-def length_plot(lengths: Mapping[int, int]) -> str:
-    """A histogram over powers of two bytes, as SVG."""
-    if not lengths:
-        return f'<p class="faint">{t("nothing was kept")}</p>'
-    first, last = min(lengths).bit_length() - 1, max(lengths).bit_length() - 1
-    buckets = range(first, last + 1)
-    width, left, right, top, base = 480, 44, 20, 8, 148
-    step = min((width - left - right) / len(buckets), 56)
-    ceiling, grid = _round_scale(max(lengths.values()))
-    shapes = []
-    for value in grid:
-        y = base - (base - top) * value / ceiling
-        shapes.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shapes.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:,}</text>')
-    every = -(-len(buckets) * 44 // (width - left))
-    for place in range(0, len(buckets) + 1, every):
-        label = _binary_size(1 << (first + place))
-        shapes.append(f'<text x="{left + place * step:.1f}" y="{base + 16}" text-anchor="middle">{label}</text>')
-    for place, bucket in enumerate(buckets):
-        count = lengths.get(1 << bucket, 0)
-        tall = max((base - top) * count / ceiling, 1 if count else 0)
-        x = left + place * step
-        words = t(f"{_binary_size(1 << bucket)} to {_binary_size(2 << bucket)}: {count:,} records")
-        shapes.append(
-            f'<rect class="bar" x="{x + 1:.1f}" y="{base - tall:.1f}" width="{step - 2:.1f}" height="{tall:.1f}">'
-            f"<title>{words}</title></rect>"
-        )
-    shapes.append(f'<line class="axis" x1="{left}" x2="{width - right}" y1="{base}" y2="{base}"/>')
-    low, high = _middle_bucket(lengths)
-    words = t(f"The median length lies between {low} and {high}.")
-    scale = t("Bytes of text per record; each bar covers twice the range of the one before it.")
-    return (
-        f'<svg viewBox="0 0 {width} {base + 24}" role="img" aria-label="{words}">{"".join(shapes)}</svg>'
-        f'<p class="faint">{scale} {words}</p>'
-    )
-
-
-def _middle_bucket(lengths: Mapping[int, int]) -> tuple[str, str]:
-    lows = sorted(lengths)
-    sums = itertools.accumulate(lengths[low] for low in lows)
-    middle = next(low for low, below in zip(lows, sums, strict=True) if 2 * below >= sum(lengths.values()))
-    return _binary_size(middle), _binary_size(2 * middle)
-
-
-def _round_scale(most: int) -> tuple[int, list[int]]:
-    """A round number at or above `most` and up to five marks from there down, without zero."""
-    step = 1
-    while most > 5 * step:
-        digit = int(str(step)[0])
-        step = step * 2 if digit in (1, 5) else step * 5 // 2  # 1, 2, 5, 10, 20, 50, …
-    ceiling = -(-most // step) * step
-    return ceiling, list(range(step, ceiling + 1, step))
-
-
 def _binary_size(count: int) -> str:
-    """2048 -> '2 KiB': the borders of the bars are powers of two."""
+    """2048 -> '2 KiB'."""
     power = min((count.bit_length() - 1) // 10, 3)
     return f"{count >> 10 * power} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 

@@ -3,7 +3,7 @@
     .build/<inputs>/<source>/unit-00000/        the outcome of one ingest task
         seg-00000/                              at most about SEGMENT_BYTES of text
             records.jsonl                       kept records, not yet numbered, one JSON object a line
-            index.npy, signatures.npy           what dedup needs of them (see zero2all.corpus.dedup)
+            index.bin, signatures.bin           what dedup needs of them (see zero2all.corpus.dedup)
             layout.npy                          length of each line and script of its text
             quarantine.jsonl, dropped.jsonl     damaged items, samples of what the rules dropped
             origins.jsonl                       the raw file of each run of items

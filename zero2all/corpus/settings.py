@@ -34,9 +34,6 @@ from zero2all.corpus.sources import KINDS, Source, find_kind, parse_source
 
 SECTIONS = ("sources", "options", "clean", "dedup", "quality", "engine")
 YAML_SUFFIXES = (".yaml", ".yml")
-NO_LINES = (
-    "Lines that many records have are no longer removed; clean.boilerplate_lines.phrases removes lines by their words."
-)
 
 
 @dataclass(frozen=True)
@@ -218,11 +215,10 @@ def _build_sections(values: dict[str, Any], problems: list[Problem]) -> tuple[Bu
     if isinstance(options, dict) and isinstance(options.get("clean"), Mapping):
         found += BuildOptions(clean=dict(options["clean"])).clean_problems()
     named = tuple(f"options.{section}" for section in ("clean", "dedup", "quality") if section in values)
-    found = [  # under the name they were given
+    problems += [  # under the name they were given
         replace(each, field=each.field.removeprefix("options.")) if each.field.startswith(named) else each
         for each in found
     ]
-    problems += [replace(each, hint=NO_LINES) if each.field.startswith("dedup.line") else each for each in found]
     engine = build(EngineConfig, values.get("engine"), "engine", problems)
     return built or BuildOptions(), engine or EngineConfig()
 

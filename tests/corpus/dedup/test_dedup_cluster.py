@@ -141,7 +141,7 @@ def test_a_finished_search_is_not_done_again_but_other_input_is(tmp_path: Path) 
     more = [*folders, *make_units(tmp_path / "more", [["天地玄黄宇宙洪荒"]])]
     assert dropped(find_duplicates(more, tmp_path / "work", DedupConfig()), EXACT_DUPLICATE) == 2
     bare = make_units(tmp_path / "bare", [["天地玄黄"]], near="off")
-    with pytest.raises(BadInputError, match=r"signatures\.npy is missing"):
+    with pytest.raises(BadInputError, match=r"signatures\.bin is missing"):
         find_duplicates(bare, tmp_path / "other", DedupConfig())
     with pytest.raises(UsageError, match="bands x rows is 100 x 6"):
         find_duplicates(bare, tmp_path / "other", DedupConfig(bands=100))

@@ -127,12 +127,12 @@ def test_text(tmp_path_factory: pytest.TempPathFactory, lines: list[str], unit_b
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16-le", "utf-16", "gb18030"])
 @pytest.mark.parametrize("unit_bytes", [100, 333, 1024])
-def test_lines_in_other_encodings_are_split_too(tmp_path: Path, encoding: str, unit_bytes: int):
+def test_lines_in_other_encodings_are_split_too_but_for_utf_16(tmp_path: Path, encoding: str, unit_bytes: int):
     tricky = "\u0a05一" if encoding == "utf-16" else ""  # holds the bytes of a line end, at an odd place
     rows = [{"text": f"第一段{tricky}文字，以及更多的内容。" * 5, "n": n} for n in range(60)]
     (tmp_path / "a.jsonl").write_bytes(json_lines(rows).decode().encode(encoding))
     limits = limits_with(unit_bytes=unit_bytes, max_record_bytes=1000)
-    assert len(units_of(tmp_path / "a.jsonl", limits)) > 5
+    assert (len(units_of(tmp_path / "a.jsonl", limits)) > 5) is ("16" not in encoding)
     assert rows_of(same_however_split(tmp_path / "a.jsonl", unit_bytes, max_record_bytes=1000)) == rows
     same_after_every_item(tmp_path / "a.jsonl", limits)
 

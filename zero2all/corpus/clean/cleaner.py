@@ -24,7 +24,6 @@ from zero2all.corpus.clean.config import CleanConfig, config_problems, default_c
 from zero2all.corpus.clean.han import pair_tables
 from zero2all.corpus.clean.mask import Hints, mask_text
 from zero2all.corpus.clean.repair import (
-    is_broken_python,
     is_generated,
     private_use_count,
     repair,
@@ -379,11 +378,10 @@ class Cleaner:
             for at in np.flatnonzero(dropped).tolist():
                 reasons[at] = name
             open_places &= ~dropped
-        for name, is_bad in (("generated", is_generated), ("broken_python", is_broken_python)):
-            if getattr(self.config, name).on:
-                for at, text in enumerate(texts):
-                    if reasons[at] is None and is_bad(text):
-                        reasons[at] = name
+        if self.config.generated.on:
+            for at, text in enumerate(texts):
+                if reasons[at] is None and is_generated(text):
+                    reasons[at] = "generated"
         return reasons
 
 

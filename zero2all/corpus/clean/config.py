@@ -487,8 +487,6 @@ class CleanConfig:
     """Minified code or data: a line too long, or lines too long on average."""
     generated: Switch = Switch(on=False)
     """A comment in the first 20 lines says that a program generated the file."""
-    broken_python: Switch = Switch(on=False)
-    """Not Python that this interpreter can parse; also drops Python 2 and every other language."""
 
 
 EDITS = ("repair", "mask", "kinds", "licence_headers", "boilerplate_lines")

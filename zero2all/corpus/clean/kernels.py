@@ -809,55 +809,6 @@ def beginnings_of(phrases: tuple[str, ...]) -> tuple[np.uint64, np.uint64, Array
     return np.uint64(shift), np.uint64(64 - bits), table
 
 
-@njit(f"int64({_U32}, Array(uint8, 1, 'C', readonly=True), int64, boolean, int64[:, ::1])", cache=True, nogil=True)
-def find_spans(points, table, at_least, of_digits, spans):  # type: ignore[no-untyped-def]
-    """Write where things that may have to be masked begin and end to `spans`, and return how many there are.
-
-    `of_digits`: at least so many digits with at most two other characters between them. Otherwise: runs of at least
-    so many letters, digits and + - / = _ that have both letters and digits.
-    """
-    count = 0
-    begin = 0
-    last = -100
-    size = 0
-    digits = 0
-    alnum = 0
-    for at in range(len(points) + 1):
-        point = points[at] if at < len(points) else np.uint32(0)
-        of_class = table[point] & t.CLASS_MASK
-        is_digit = of_class == t.DIGIT
-        is_alnum = t.LATIN_LOWER <= of_class <= t.DIGIT
-        if of_digits:
-            if is_digit and at - last <= 3:
-                size += 1
-                last = at
-            elif is_digit or at == len(points):
-                if size >= at_least:
-                    spans[count, 0] = begin
-                    spans[count, 1] = last + 1
-                    count += 1
-                begin = at
-                last = at
-                size = 1
-        elif is_alnum or (
-            size > 0 and (point == 43 or point == 45 or point == 47 or point == 61 or point == 95)  # + - / = _
-        ):
-            if size == 0:
-                begin = at
-            size += 1
-            digits += is_digit
-            alnum += is_alnum
-        else:
-            if size >= at_least and 0 < digits < alnum:
-                spans[count, 0] = begin
-                spans[count, 1] = at
-                count += 1
-            size = 0
-            digits = 0
-            alnum = 0
-    return count
-
-
 @cache
 def word_table(functions: tuple[str, ...], spam: tuple[str, ...]) -> tuple[Array, Array]:
     """The open hash table of function and spam words that `scan` looks into, and the mark of each place."""

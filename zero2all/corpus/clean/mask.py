@@ -1,8 +1,8 @@
 """Secrets and personal data, replaced by a short mark and counted.
 
 The native scan says which texts can have any (an @ with a host behind it, ten digits close together, a long run of
-letters and digits) and a second native pass says where, so the regular expressions see only a few characters around
-each place. A mark is never longer than what it hides, and what was hidden is not kept or logged anywhere.
+letters and digits); cheap patterns say where, so that the others see only a few characters around each place. A mark is
+never longer than what it hides, and what was hidden is not kept or logged anywhere.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ipaddress import ip_address
 from typing import NamedTuple
 
-import numpy as np
-
 from zero2all.corpus.clean.config import Mask
-from zero2all.corpus.clean.tables import character_table
 
 MARKS = {
     "keys": "<key>",
@@ -33,8 +30,8 @@ CARD_DIGITS = 13
 IP_DIGITS = 6
 LARGE_NUMBER = 20
 """An address has at least two numbers of this size; versions with four numbers rarely do."""
-TOKEN_CHARS = 16
-"""Fewest characters of a key."""
+_TOKEN = re.compile("[A-Za-z0-9][A-Za-z0-9+/=_-]{15,}")
+"""What may be a key."""
 
 _EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,63}")
 _ID_NUMBER = re.compile(
@@ -140,11 +137,11 @@ def _mask_keys(text: str) -> tuple[str, int]:
     blocks = 0
     if "PRIVATE KEY" in text:
         text, blocks = _PRIVATE_KEY.subn(MARKS["keys"], text)
-    places = [(start - 48, _token_end(text, start, end)) for start, end in _spans(text, TOKEN_CHARS, of_digits=False)]
+    places = [(start - 48, _token_end(text, start, end)) for start, end in _tokens(text)]
     digitless = [(key.start() - 1, key.start() + _DIGITLESS_KEY_CHARS) for key in _DIGITLESS_KEY.finditer(text)]
     text, known = _replace(_KEY, text, sorted(places + digitless), lambda _: MARKS["keys"])
     if known:
-        places = [(start - 48, end + 8) for start, end in _spans(text, TOKEN_CHARS, of_digits=False)]
+        places = [(start - 48, end + 8) for start, end in _tokens(text)]
     text, assigned = _replace(
         _ASSIGNED_KEY, text, places, lambda m: f"{m[1]}{m[2]}{MARKS['keys']}" if _is_random(m[3]) else None
     )
@@ -160,12 +157,12 @@ def _token_end(text: str, start: int, end: int) -> int:
 
 
 def _mask_id_numbers(text: str) -> tuple[str, int]:
-    places = ((start - 2, end + 2) for start, end in _spans(text, ID_DIGITS, of_digits=True))
+    places = ((start - 2, end + 2) for start, end in _digits(text, ID_DIGITS))
     return _replace(_ID_NUMBER, text, places, lambda match: MARKS["id_numbers"] if is_id_number(match[0]) else None)
 
 
 def _mask_cards(text: str) -> tuple[str, int]:
-    places = ((start - 2, end + 2) for start, end in _spans(text, CARD_DIGITS, of_digits=True))
+    places = ((start - 2, end + 2) for start, end in _digits(text, CARD_DIGITS))
     return _replace(_CARD, text, places, lambda match: MARKS["bank_cards"] if _has_check_digit(match[0]) else None)
 
 
@@ -176,7 +173,7 @@ def _has_check_digit(number: str) -> bool:
 
 
 def _mask_ip_addresses(text: str) -> tuple[str, int]:
-    places = [(start - 2, end + 2) for start, end in _spans(text, IP_DIGITS, of_digits=True)] if "." in text else []
+    places = [(start - 2, end + 2) for start, end in _digits(text, IP_DIGITS)] if "." in text else []
     text, fours = _replace(_IPV4, text, places, _ip_mark)
     whole = [(0, len(text))] if "::" in text or text.count(":") >= 7 else []
     text, sixes = _replace(_IPV6, text, whole, _ip_mark)
@@ -215,20 +212,22 @@ def _mask_emails(text: str) -> tuple[str, int]:
 
 
 def _mask_phones(text: str) -> tuple[str, int]:
-    places = ((start - 4, end + 4) for start, end in _spans(text, PHONE_DIGITS, of_digits=True))
+    places = ((start - 4, end + 4) for start, end in _digits(text, PHONE_DIGITS))
     digits = range(PHONE_DIGITS, 16)
     return _replace(
         _PHONE, text, places, lambda match: MARKS["phones"] if sum(map(str.isdigit, match[0])) in digits else None
     )
 
 
-def _spans(text: str, at_least: int, *, of_digits: bool) -> list[tuple[int, int]]:
-    from zero2all.corpus.clean.kernels import find_spans
+def _digits(text: str, at_least: int) -> list[tuple[int, int]]:
+    """Where so many digits stand with at most two other characters between them."""
+    pattern = rf"[0-9](?:[^0-9]{{0,2}}[0-9]){{{at_least - 1},}}"
+    return [found.span() for found in re.finditer(pattern, text, re.DOTALL)]
 
-    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    spans = np.empty((len(points) // at_least + 1, 2), np.int64)
-    count = find_spans(points, character_table(), at_least, of_digits, spans)
-    return [(start, end) for start, end in spans[:count].tolist()]
+
+def _tokens(text: str) -> list[tuple[int, int]]:
+    """Where long runs of letters and digits stand."""
+    return [run.span() for run in _TOKEN.finditer(text) if re.search("[0-9]", run[0]) and re.search("[A-Za-z]", run[0])]
 
 
 def _replace(

@@ -13,9 +13,7 @@ by a byte each.
 
 from __future__ import annotations
 
-import ast
 import re
-import warnings
 from functools import cache
 from typing import Any
 
@@ -164,7 +162,7 @@ def _is_wanted(character: str) -> bool:
     return bool(character_table()[ord(character)] & CLASS_MASK != REMOVE)
 
 
-# What is particular to source code: licence headers, generated files, Python that does not parse.
+# What is particular to source code: licence headers, generated files.
 
 
 HEAD_CHARS = 4_000
@@ -218,14 +216,3 @@ def is_generated(text: str) -> bool:
         return False
     lines = text[:HEAD_CHARS].split("\n")[:HEAD_LINES]
     return any(_COMMENT_LINE.match(line) and _GENERATED.search(line) for line in lines)
-
-
-def is_broken_python(text: str) -> bool:
-    """Whether this interpreter cannot parse the text as Python."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True
-    return False

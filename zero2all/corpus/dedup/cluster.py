@@ -51,14 +51,12 @@ from zero2all.corpus.dedup.tasks import (
     LOST_NAME,
     Chunk,
     CompareTask,
-    LargeTask,
     PartTask,
     UnitRows,
     compare_pairs,
     edge_pieces,
     group_digests,
     pair_buckets,
-    pair_large,
     part_tasks,
     split_bands,
     split_digests,
@@ -214,26 +212,22 @@ class _DuplicateSearch:
         return part_tasks(files, entry_bytes, self.steps, self.memory_bytes)
 
     def _find_near(self) -> None:
-        write_npy(self.steps / LOST_NAME.format(round_number=0), self.drop)
-        chunks = self._chunks(VALUES + 2 * 8 * self.config.bands)
-        self._run_tasks(split_bands, chunks)
-        found = self._run_tasks(pair_buckets, self._part_tasks("bands", len(chunks), 8 * 3))
-        edges = self._edges_of([run for result in found for run in result["runs"]], 0)
-        self._choose(edges)
-        large = [result["large"] for result in found if result["large_buckets"]]
-        for round_number in range(1, MAX_ROUNDS):
-            if not large:
-                break
+        edges: list[Path] = []
+        for round_number in range(MAX_ROUNDS):
             write_npy(self.steps / LOST_NAME.format(round_number=round_number), self.drop)
-            tasks = [
-                LargeTask(number, round_number, file, self.steps, self.memory_bytes)
-                for number, file in enumerate(large)
-            ]
-            more = self._edges_of([run for runs in self._run_tasks(pair_large, tasks) for run in runs], round_number)
-            if not any(npy_rows(file) for file in more):
+            if round_number == 0:
+                chunks = self._chunks(VALUES + 2 * 8 * self.config.bands)
+                self._run_tasks(split_bands, chunks)
+                tasks = self._part_tasks("bands", len(chunks), 8 * 3)
+            found = self._run_tasks(pair_buckets, [task._replace(round_number=round_number) for task in tasks])
+            more = self._edges_of([run for result in found for run in result["runs"]], round_number)
+            if round_number and not any(npy_rows(file) for file in more):
                 break
             edges += more
             self._choose(edges)
+            tasks = [task for task, result in zip(tasks, found, strict=True) if result["has_large_buckets"]]
+            if not tasks:
+                break
 
     def _edges_of(self, runs: list[str], round_number: int) -> list[Path]:
         """Compare the signatures of all pairs of the sorted files; the files of the pairs that agree."""

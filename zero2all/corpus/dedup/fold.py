@@ -102,12 +102,14 @@ SIGN_RANGES += [(0xFF5B, 0xFF65), (0x1F000, 0x1FAFF)]
 
 
 @cache
-def character_class(code: int) -> int:
-    """The class of a code point, the same for words and tokens but for `_`."""
-    if any(first <= code <= last for first, last in SPACE_RANGES):
-        return SPACE
-    if code < 0x80:
-        return LETTER if chr(code).isalnum() else SIGN
-    if any(first <= code <= last for first, last in ALONE_RANGES):
-        return ALONE
-    return SIGN if any(first <= code <= last for first, last in SIGN_RANGES) else LETTER
+def class_table() -> np.ndarray:
+    """(65536,) uint8: the class of every character of the first plane, the same for words and tokens but for `_`."""
+    table = np.full(1 << 16, LETTER, np.uint8)
+    for kind, ranges in ((SIGN, SIGN_RANGES), (ALONE, ALONE_RANGES)):
+        for first, last in ranges:
+            table[first : last + 1] = kind
+    table[:0x80] = [LETTER if chr(code).isalnum() else SIGN for code in range(0x80)]
+    for first, last in SPACE_RANGES:
+        table[first : last + 1] = SPACE
+    table.flags.writeable = False
+    return table

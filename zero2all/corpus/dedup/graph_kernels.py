@@ -62,41 +62,29 @@ def band_entries(
     return ends[PARTS]
 
 
-@njit(types.UniTuple(int64, 2)(PAIRS, int64), cache=True, nogil=True)
-def count_pairs(entries: np.ndarray, most: int) -> tuple[int, int]:
-    """(pairs of the buckets of 2 to `most` documents, documents in larger buckets) of sorted entries."""
-    pairs = 0
-    large = 0
-    start = 0
-    for at in range(1, entries.size + 1):
-        if at == entries.size or entries[at] >> HALF != entries[start] >> HALF:
-            size = at - start
-            if size > most:
-                large += size
-            else:
-                pairs += size * (size - 1) // 2
-            start = at
-    return pairs, large
-
-
-@njit(types.void(PAIRS, int64, uint64[::1], uint64[::1]), cache=True, nogil=True)
-def make_pairs(entries: np.ndarray, most: int, pairs: np.ndarray, large: np.ndarray) -> None:
-    """All pairs (earlier << 32 | later) of small buckets; the entries of large ones as they are."""
-    put = 0
-    put_large = 0
-    start = 0
-    for at in range(1, entries.size + 1):
-        if at == entries.size or entries[at] >> HALF != entries[start] >> HALF:
-            if at - start > most:
-                for member in range(start, at):
-                    large[put_large] = entries[member]
+@njit(types.UniTuple(uint64[::1], 2)(PAIRS, int64), cache=True, nogil=True)
+def make_pairs(entries: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs (earlier << 32 | later) of the buckets of at most `most` documents; the entries of larger ones."""
+    pairs, large = np.empty(0, np.uint64), np.empty(0, np.uint64)
+    for is_counted in (False, True):  # first they are counted, then written
+        put, put_large, start = 0, 0, 0
+        for at in range(1, entries.size + 1):
+            if at < entries.size and entries[at] >> HALF == entries[start] >> HALF:
+                continue
+            for first in range(start, at):
+                if at - start > most:
+                    if is_counted:
+                        large[put_large] = entries[first]
                     put_large += 1
-            else:
-                for first in range(start, at):
-                    for second in range(first + 1, at):
+                    continue
+                for second in range(first + 1, at):
+                    if is_counted:
                         pairs[put] = (entries[first] & LOW) << HALF | (entries[second] & LOW)
-                        put += 1
+                    put += 1
             start = at
+        if not is_counted:
+            pairs, large = np.empty(put, np.uint64), np.empty(put_large, np.uint64)
+    return pairs, large
 
 
 @njit(types.void(ROWS, int64[::1], int64[::1], uint8[::1], int64[::1]), cache=True, nogil=True)

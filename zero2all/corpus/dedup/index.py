@@ -1,11 +1,11 @@
 """What a unit folder holds for dedup, a row for every kept record, in order.
 
-    index.npy        digest (16 bytes as two big-endian uint64), key (what decides the split), ordinal (place of the
+    index.bin        digest (16 bytes as two big-endian uint64), key (what decides the split), ordinal (place of the
                      record among all items of the unit, kept or not), text_bytes, anchors: 40 bytes a record
-    signatures.npy   (n, 256) uint8; absent when near duplicates stay
-    anchors.npy      uint32: the anchors of all records, one after the other
+    signatures.bin   (n, 256) uint8; absent when near duplicates stay
+    anchors.bin      uint32: the anchors of all records, one after the other
 
-They are ordinary .npy files, written row by row: the header has a fixed size and gets its shape at the end.
+They are rows and nothing else, as `np.fromfile` reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -23,21 +22,19 @@ from zero2all.common.files import PARTIAL_MARK
 from zero2all.corpus.dedup.config import VALUES
 from zero2all.corpus.dedup.signatures import Described
 
-INDEX_NAME = "index.npy"
-SIGNATURES_NAME = "signatures.npy"
-ANCHORS_NAME = "anchors.npy"
+INDEX_NAME = "index.bin"
+SIGNATURES_NAME = "signatures.bin"
+ANCHORS_NAME = "anchors.bin"
 INDEX = np.dtype([("digest", ">u8", 2), ("key", "<u8"), ("ordinal", "<u8"), ("text_bytes", "<u4"), ("anchors", "<u4")])
 SIGNATURE = np.dtype((np.uint8, VALUES))
-HEADER_BYTES = 256
 
 
 class IndexWriter:
-    """Appends records to the files of a unit folder, which get their headers when the context ends."""
+    """Appends records to the files of a unit folder."""
 
     def __init__(self, folder: Path, near: bool) -> None:
-        self._index = NpyAppender(folder / INDEX_NAME, INDEX)
-        self._anchors = NpyAppender(folder / ANCHORS_NAME, np.dtype("<u4"))
-        self._signatures = NpyAppender(folder / SIGNATURES_NAME, SIGNATURE) if near else None
+        names = (INDEX_NAME, ANCHORS_NAME, *([SIGNATURES_NAME] if near else []))
+        self._files = [open(folder / name, "wb") for name in names]  # noqa: SIM115, closed at the end of the context
 
     def add(self, described: Described, ordinals: np.ndarray) -> None:
         """Append a batch; `ordinals` are the places of its records among all items of the unit."""
@@ -47,20 +44,16 @@ class IndexWriter:
         rows["ordinal"] = ordinals
         rows["text_bytes"] = described.text_bytes
         rows["anchors"] = described.anchor_counts
-        self._anchors.append(described.anchors)
-        self._index.append(rows)
-        if self._signatures is not None:
-            if described.signatures is None:
-                raise AssertionError("near dedup is on, but the batch was described without signatures")
-            self._signatures.append(described.signatures)
+        for file, values in zip(self._files, (rows, described.anchors, described.signatures), strict=False):
+            assert values is not None, "near dedup is on, but the batch was described without signatures"
+            file.write(values.tobytes())
 
     def __enter__(self) -> IndexWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._index, self._anchors, self._signatures):
-            if file is not None:
-                file.close()
+        for file in self._files:
+            file.close()
 
 
 def read_index(folder: Path) -> np.ndarray:
@@ -76,7 +69,7 @@ def index_pieces(folder: Path, records: int = 1 << 18) -> Iterator[np.ndarray]:
 
 def index_slice(folder: Path, start: int, records: int) -> np.ndarray:
     """Rows of the index from `start` on, read rather than mapped."""
-    return np.fromfile(folder / INDEX_NAME, INDEX, records, offset=HEADER_BYTES + start * INDEX.itemsize)
+    return np.fromfile(folder / INDEX_NAME, INDEX, records, offset=start * INDEX.itemsize)
 
 
 def read_signatures(folder: Path) -> np.ndarray:
@@ -86,42 +79,13 @@ def read_signatures(folder: Path) -> np.ndarray:
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
     try:
-        return np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(_rows(path, dtype),))
+        return np.memmap(path, dtype, mode="r", shape=(path.stat().st_size // dtype.itemsize,))
     except FileNotFoundError:
         raise BadInputError(
             f"{path} is missing: the unit was read with other dedup settings. Delete {path.parent} and run again."
         ) from None
     except ValueError:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-
-
-def _rows(path: Path, dtype: np.dtype) -> int:
-    return (path.stat().st_size - HEADER_BYTES) // dtype.itemsize
-
-
-class NpyAppender:
-    """A .npy file that grows."""
-
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self.dtype = dtype
-        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115, closed by close()
-        self.file.write(bytes(HEADER_BYTES))
-
-    def append(self, rows: np.ndarray) -> None:
-        """Write some rows."""
-        self.file.write(np.ascontiguousarray(rows).data.cast("B") if rows.size else b"")
-
-    def close(self) -> None:
-        """Write the header, which has the number of rows."""
-        rows = (self.file.tell() - HEADER_BYTES) // self.dtype.itemsize
-        base, shape = self.dtype.base, (rows, *self.dtype.shape)
-        header = f"{{'descr': {np.lib.format.dtype_to_descr(base)!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
-        length = HEADER_BYTES - 10
-        self.file.seek(0)
-        self.file.write(b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little") + header.ljust(length - 1).encode() + b"\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
 
 
 # One-dimensional .npy files for work that must not grow in memory: read by slice, written whole or not at all.
@@ -170,17 +134,6 @@ def sorted_unique(values: np.ndarray) -> np.ndarray:
 def lookup(path: Path, documents: np.ndarray) -> np.ndarray:
     """Values of a file with one value a document, for some documents."""
     return np.load(path, mmap_mode="r")[documents]
-
-
-def pread_into(rows: np.ndarray, handle: int, at: int, path: Path) -> None:
-    """Fill `rows` from byte `at` of an open file."""
-    view = rows.reshape(-1).data
-    while len(view):
-        count = os.preadv(handle, [view], at)
-        if count == 0:
-            raise AssertionError(f"the signatures of {path} end early")
-        view = view[count:]
-        at += count
 
 
 def sample_borders(files: list[Path], most_bytes: int) -> list[int]:

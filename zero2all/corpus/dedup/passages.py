@@ -22,9 +22,7 @@ from zero2all.common import jsonio
 from zero2all.common.engine import TaskEngine
 from zero2all.common.files import staged_folder
 from zero2all.corpus.dedup.index import (
-    INDEX,
     INDEX_NAME,
-    NpyAppender,
     read_index,
     read_slice,
     read_sorted_slice,
@@ -179,9 +177,7 @@ def cut_unit(task: PassageTask) -> Path:
                 out.write(line)
         np.save(partial / LAYOUT_NAME, layout)
         np.save(partial / VERDICT_NAME, lost)
-        writer = NpyAppender(partial / INDEX_NAME, INDEX)
-        writer.append(index)
-        writer.close()
+        index.tofile(partial / INDEX_NAME)
     return target
 
 

@@ -87,7 +87,7 @@ def _sign(buffer: np.ndarray, offsets: np.ndarray, channel: str, config: DedupCo
     anchors = np.empty(buffer.size if config.near != "off" else 0, np.uint32)
     out = _Signed(signatures, np.empty(texts, np.uint64), anchors, np.zeros(texts, np.int64))
     mode = kernels.UNIT_MODES[shingle.unit]
-    tables = (kernels.FOLD, kernels.CLASSES, kernels.WALKS, kernels.STEPS)
+    tables = (kernels.UNIT_TABLES[shingle.unit], kernels.WALKS, kernels.STEPS)
     kernels.sign_texts(buffer, offsets, mode, shingle.length, *ANCHORS[shingle.unit], *out, *tables)
     return out._replace(anchors=anchors[: out.anchor_counts.sum()].copy())
 

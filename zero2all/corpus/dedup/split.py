@@ -1,7 +1,7 @@
 """Which records are held out: whole clusters of records that share text, so that none of it is in train, too.
 
-Two records share text when they have 8 % of the anchors of the smaller one in common, and at least two where it has 16
-or more; anchors of more than 64 records are boilerplate and do not count. That finds a fifth of one record in another.
+Two records share text when they have 8 % of the anchors of the smaller one in common, rounded down, and at least one;
+anchors of more than 64 records are boilerplate and do not count. That finds a fifth of one record in another.
 The search begins at the records that their keys choose, follows the links, and gives up where a cluster grows too
 large. A cluster of n records, of which the least key is k, is held out when n k < `valid_share`: a record alone by
 its key, and one of a large cluster as often. In train are clusters of more records than are to be held out, and those
@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from zero2all.corpus.dedup.index import ANCHORS_NAME, HEADER_BYTES, read_index
+from zero2all.corpus.dedup.index import ANCHORS_NAME, read_index
 
-LEAST_SHARED, MOST_RECORDS, FEW_ANCHORS, BOILERPLATE = 0.08, 64, 16, 0.5
+LEAST_SHARED, MOST_RECORDS, BOILERPLATE = 0.08, 64, 0.5
 MIN_RECORDS_FOR_VALID = 20
 """A source with fewer records holds none out by their keys; one with at least as many holds out at least one."""
 RESERVE = 16
@@ -117,7 +117,7 @@ def _links(units: Sequence[Path], drop: np.ndarray, documents: np.ndarray) -> tu
         both, shared = np.unique(both, return_counts=True)
         one, other = (both >> np.uint64(32)).astype(np.int64), (both & LOW).astype(np.int64)
         fewer = np.minimum(all_counts[one], all_counts[other])
-        enough = shared >= np.maximum(np.where(fewer < FEW_ANCHORS, 1, 2), np.floor(LEAST_SHARED * fewer))
+        enough = shared >= np.maximum(1, np.floor(LEAST_SHARED * fewer))
         found.append(np.stack([one, other])[:, enough & (one != other)])
     own, which = np.unique(owners, return_inverse=True)
     share = np.bincount(which, weights=~np.repeat(is_rare, times)) / np.maximum(np.bincount(which), 1)
@@ -144,5 +144,5 @@ def _anchors(units: Sequence[Path]) -> Iterator[tuple[int, np.ndarray, np.ndarra
     at = 0
     for folder in units:
         counts = read_index(folder)["anchors"].astype(np.int64)
-        yield at, counts, np.fromfile(folder / ANCHORS_NAME, np.uint32, offset=HEADER_BYTES)
+        yield at, counts, np.fromfile(folder / ANCHORS_NAME, np.uint32)
         at += len(counts)

@@ -5,6 +5,7 @@ A task whose last file exists is done and does nothing. `cluster.py` says what t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -15,12 +16,10 @@ import numpy as np
 from zero2all.common.files import read_json, write_json
 from zero2all.corpus.dedup.config import VALUES, DedupConfig
 from zero2all.corpus.dedup.index import (
-    HEADER_BYTES,
     SIGNATURES_NAME,
     index_slice,
     lookup,
     npy_rows,
-    pread_into,
     read_slice,
     read_sorted_slice,
     sorted_unique,
@@ -67,16 +66,8 @@ class PartTask(NamedTuple):
     files: tuple[Path, ...]
     steps: Path
     memory_bytes: int
-
-
-class LargeTask(NamedTuple):
-    """Large buckets, once more."""
-
-    number: int
-    round_number: int
-    file: str
-    steps: Path
-    memory_bytes: int
+    round_number: int = 0
+    """Of pairs: from 1 on, only what is left of large buckets is looked at."""
 
 
 class CompareTask(NamedTuple):
@@ -193,47 +184,32 @@ def split_bands(chunk: Chunk) -> None:
 
 
 def pair_buckets(task: PartTask) -> dict[str, Any]:
-    """Pairs of documents that share a bucket, in sorted files, and the large buckets."""
+    """Pairs of documents that share a bucket, in sorted files, and whether there are large buckets."""
     from zero2all.corpus.dedup import graph_kernels as kernels
 
-    done = task.steps / f"pairs-{task.number:05d}.json"
+    name = f"pairs-{task.round_number:02d}-{task.number:05d}"
+    done = task.steps / f"{name}.json"
     if done.exists():
         return read_json(done)
-    runs = _Runs(task.steps, f"pairs-{task.number:05d}", task.memory_bytes // 4)
+    runs = _Runs(task.steps, name, task.memory_bytes // 4)
     pieces, ends = [], []
     for file in task.files:
         bounds = np.load(ends_of(file))[task.first : task.end + 1]
         pieces.append(read_slice(file, int(bounds[0]), int(bounds[-1])))
         ends.append(bounds - bounds[0])
-    large = _Buckets()
+    large: list[np.ndarray] = []
     for part in range(task.end - task.first):
         entries = np.concatenate([piece[end[part] : end[part + 1]] for piece, end in zip(pieces, ends, strict=True)])
         entries.sort()
-        pair_count, member_count = kernels.count_pairs(entries, BUCKET_MOST)
-        pairs, members = np.empty(pair_count, np.uint64), np.empty(member_count, np.uint64)
-        kernels.make_pairs(entries, BUCKET_MOST, pairs, members)
-        runs.add(pairs)
-        large.add(members)
-    target = f"large-{task.number:05d}.npy"
-    large.save(task.steps / target)
+        pairs, members = kernels.make_pairs(entries, BUCKET_MOST)
+        if task.round_number == 0:
+            runs.add(pairs)
+        borders = np.flatnonzero(np.diff(members >> np.uint64(32))) + 1
+        large += np.split(members.astype(np.uint32), borders) if len(members) else []
     del pieces, ends
     for documents in large:
-        _pair_members(documents, task.steps, 0, runs)
-    result = {"runs": runs.finish(), "large": target, "large_buckets": len(large.sizes)}
-    write_json(done, result)
-    return result
-
-
-def pair_large(task: LargeTask) -> list[str]:
-    """Pairs of the documents of large buckets that are still there."""
-    name = f"again-{task.round_number:02d}-{task.number:05d}"
-    done = task.steps / f"{name}.json"
-    if done.exists():
-        return read_json(done)
-    runs = _Runs(task.steps, name, task.memory_bytes // 4)
-    for documents in _Buckets.load(task.steps / task.file):
         _pair_members(documents, task.steps, task.round_number, runs)
-    result = runs.finish()
+    result = {"runs": runs.finish(), "has_large_buckets": bool(large)}
     write_json(done, result)
     return result
 
@@ -283,38 +259,6 @@ def compare_pairs(task: CompareTask) -> str:
     return name
 
 
-class _Buckets:
-    """The documents of large buckets, one bucket after the other."""
-
-    def __init__(self) -> None:
-        self.documents = np.zeros(0, np.uint32)
-        self.sizes: list[int] = []
-
-    def add(self, entries: np.ndarray) -> None:
-        """Add the buckets of sorted entries of one part."""
-        if len(entries):
-            self.documents = np.concatenate([self.documents, (entries & np.uint64(0xFFFFFFFF)).astype(np.uint32)])
-            borders = np.flatnonzero(np.diff(entries >> np.uint64(32))) + 1
-            self.sizes += np.diff([0, *borders, len(entries)]).tolist()
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        start = 0
-        for size in self.sizes:
-            yield self.documents[start : start + size]
-            start += size
-
-    def save(self, path: Path) -> None:
-        write_npy(path.with_suffix(".sizes.npy"), np.array(self.sizes, np.int64))
-        write_npy(path, self.documents)
-
-    @classmethod
-    def load(cls, path: Path) -> _Buckets:
-        buckets = cls()
-        buckets.documents = np.load(path)
-        buckets.sizes = np.load(path.with_suffix(".sizes.npy")).tolist()
-        return buckets
-
-
 class _Runs:
     """Pairs collected in memory and written as sorted files without repeats whenever there are too many."""
 
@@ -354,11 +298,11 @@ def _signatures_of(documents: np.ndarray, units: Sequence[Path], first_ids: Sequ
     breaks = np.flatnonzero((np.diff(documents) != 1) | (np.diff(owners) != 0)) + 1
     runs = pairwise([0, *breaks.tolist(), len(documents)])
     for owner, of_unit in groupby(runs, key=lambda run: int(owners[run[0]])):
-        path = units[owner] / SIGNATURES_NAME
-        with open(path, "rb", buffering=0) as file:
+        with open(units[owner] / SIGNATURES_NAME, "rb", buffering=0) as file:
             for start, end in of_unit:
-                at = HEADER_BYTES + (int(documents[start]) - first_ids[owner]) * VALUES
-                pread_into(rows[start:end], file.fileno(), at, path)
+                at = (int(documents[start]) - first_ids[owner]) * VALUES
+                data = os.pread(file.fileno(), (end - start) * VALUES, at)
+                rows[start:end] = np.frombuffer(data, np.uint8).reshape(-1, VALUES)
     return rows
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from numba import float32, float64, int64, njit, types, uint8, uint16, uint32, uint64
 
 from zero2all.corpus.dedup.config import VALUES
-from zero2all.corpus.dedup.fold import LETTER, SIGN, SPACE, character_class, fold_table
+from zero2all.corpus.dedup.fold import ALONE, LETTER, SIGN, SPACE, class_table, fold_table
 
 CHARACTER, WORD, TOKEN = range(3)
 UNIT_MODES = {"character": CHARACTER, "word": WORD, "token": TOKEN}
@@ -27,8 +27,8 @@ BYTES_1D = types.Array(uint8, 1, "C")
 BYTES_2D = types.Array(uint8, 2, "C")
 CONST_2D = types.Array(uint8, 2, "C", readonly=True)
 STEPS_2D = types.Array(uint16, 2, "C", readonly=True)
-FOLDS = types.Array(uint16, 1, "C", readonly=True)
 TABLE = types.Array(float32, 2, "C", readonly=True)
+UNITS = types.Array(uint32, 1, "C", readonly=True)
 
 BASE = np.uint64(0x9E3779B97F4A7C15 | 1)
 WORD_BASE = np.uint64(0xD6E8FEB86659FD93)
@@ -43,9 +43,13 @@ FEW_BINS = 64
 """Up to this many full bins it is faster to try them all than to walk."""
 
 
-CLASSES = np.array([character_class(code) for code in range(0x3400)], dtype=np.uint8)
-"""The class of every code point below the Han characters; `_class_of` knows the rest."""
-FOLD = fold_table()
+CLASSES = class_table()
+_FOLD = fold_table().astype(np.uint32)
+_WORDS = _FOLD + 0x20 * ((_FOLD >= 0x41) & (_FOLD <= 0x5A)) | CLASSES[_FOLD].astype(np.uint32) << 16
+_TOKENS = np.arange(1 << 16, dtype=np.uint32) | CLASSES.astype(np.uint32) << 16
+_TOKENS[ord("_")] = ord("_") | LETTER << 16
+UNIT_TABLES = {"character": _WORDS.astype(np.uint32), "word": _WORDS.astype(np.uint32), "token": _TOKENS}
+"""What a character of the first plane becomes, folded and in lower case, with its class times 2^16."""
 _RANDOM = np.random.Generator(np.random.PCG64(20240229))
 WALKS = np.stack([_RANDOM.permutation(VALUES) for _ in range(VALUES)]).astype(np.uint8)
 """WALKS[bin] is the order in which an empty bin looks for a full one: a random order of all bins."""
@@ -61,25 +65,11 @@ SPACES[[0xC2, 0xE1, 0xE2, 0xE3]] = 0
 
 
 @njit(nogil=True, inline="always")
-def _class_of(code: np.int64, classes: np.ndarray) -> np.uint8:
-    if code < 0x3400:
-        return classes[code]
-    if code < 0xA000:
-        return np.uint8(2) if 0x4DC0 <= code < 0x4E00 else np.uint8(3)
-    if code < 0xAC00:
-        return np.uint8(2)
-    if code <= 0xD7AF or 0xF900 <= code <= 0xFAFF or 0x20000 <= code <= 0x3FFFF:
-        return np.uint8(3)
-    if (
-        0xFE10 <= code <= 0xFE6F
-        or 0xFF00 <= code <= 0xFF0F
-        or 0xFF1A <= code <= 0xFF20
-        or 0xFF3B <= code <= 0xFF40
-        or 0xFF5B <= code <= 0xFF65
-        or 0x1F000 <= code <= 0x1FAFF
-    ):
-        return np.uint8(1)
-    return np.uint8(2)
+def _class_beyond(code: np.int64) -> np.uint8:
+    """The class of a character beyond the first plane."""
+    if 0x20000 <= code <= 0x3FFFF:
+        return np.uint8(ALONE)
+    return np.uint8(SIGN) if 0x1F000 <= code <= 0x1FAFF else np.uint8(LETTER)
 
 
 @njit(nogil=True, inline="always")
@@ -141,34 +131,29 @@ def _finish(minima: np.ndarray, out: np.ndarray, walks: np.ndarray, steps: np.nd
 
 @njit(nogil=True)
 def _find_anchors(
-    units: np.ndarray, count: int, gram: int, window: int, grams: np.ndarray, anchors: np.ndarray, put: int
+    units: np.ndarray, count: int, gram: int, window: int, grams: np.ndarray, minima: np.ndarray, out: np.ndarray
 ) -> int:
-    """Winnowing: the least hash of every `window` consecutive grams, once as long as it stays the least."""
-    leave = np.uint64(1)
-    for _ in range(gram):
-        leave *= BASE
-    run = np.uint64(0)
-    last = -1
-    start = put
-    for at in range(count):
+    """Winnowing: the least hash of every `window` consecutive grams, once as long as it stays the same."""
+    run, leave = np.uint64(0), np.uint64(1)
+    for at in range(min(gram, count)):
         run = run * BASE + units[at]
-        if at >= gram:
-            run -= units[at - gram] * leave
-        if at < gram - 1:
-            continue
-        grams[at] = np.uint32(_mix(run))
-        is_new = last < 0 or grams[at] < grams[last]
-        if is_new:
-            last = at
-        elif at - last >= window:
-            is_new = True
-            last = at
-            for other in range(at - 1, at - window, -1):
-                if grams[other] < grams[last]:
-                    last = other
-        full = gram + window - 2
-        if (is_new and at > full) or at == full or (at == count - 1 and put == start):
-            anchors[put] = grams[last]
+        leave *= BASE
+    grams[0] = np.uint32((run * MIX_1) >> np.uint64(32))
+    for at in range(gram, count):
+        run = run * BASE + (units[at] - units[at - gram] * leave)
+        grams[at - gram + 1] = np.uint32((run * MIX_1) >> np.uint64(32))
+    number = max(count - gram + 1, 0)
+    size = min(1, number)
+    while size < min(window, number):  # each time the least of `size` grams and of as many behind them
+        step = min(size, min(window, number) - size)
+        rest = number - size - step + 1
+        np.minimum(grams[:rest], grams[step : step + rest], minima[:rest])  # vectorised, unlike a loop
+        grams, minima = minima, grams
+        size += step
+    put = 0
+    for at in range(min(number, number - size + 1)):
+        if put == 0 or grams[at] != grams[at - 1]:
+            out[put] = grams[at]
             put += 1
     return put
 
@@ -176,7 +161,7 @@ def _find_anchors(
 @njit(
     types.void(
         *(TEXT, OFFSETS, int64, int64, int64, int64, BYTES_2D, uint64[::1], uint32[::1], int64[::1]),
-        *(FOLDS, TEXT, CONST_2D, STEPS_2D),
+        *(UNITS, CONST_2D, STEPS_2D),
     ),
     cache=True,
     nogil=True,
@@ -192,8 +177,7 @@ def sign_texts(
     keys: np.ndarray,
     anchors: np.ndarray,
     anchor_counts: np.ndarray,
-    fold: np.ndarray,
-    classes: np.ndarray,
+    table: np.ndarray,
     walks: np.ndarray,
     steps: np.ndarray,
 ) -> None:
@@ -208,6 +192,7 @@ def sign_texts(
         longest = max(longest, offsets[number + 1] - offsets[number])
     units = np.empty(longest + 1, np.uint64)
     grams = np.empty(longest + 1 if anchors.size else 0, np.uint32)
+    least = np.empty_like(grams)
     leave = np.uint64(1)
     for _ in range(length):
         leave *= BASE
@@ -238,14 +223,11 @@ def sign_texts(
                     | (np.int64(text[at + 3]) & 0x3F)
                 )
                 at += 4
-            if mode != TOKEN and 0x80 <= code < 0x10000:
-                code = np.int64(fold[code])
-            kind = _class_of(code, classes)
-            if mode == TOKEN:
-                if code == 0x5F:
-                    kind = np.uint8(LETTER)
-            elif 0x41 <= code <= 0x5A:
-                code += 0x20
+            if code < 0x10000:
+                kind = np.uint8(table[code] >> 16)
+                code = np.int64(table[code] & 0xFFFF)
+            else:
+                kind = _class_beyond(code)
             alone = False
             if mode == CHARACTER:
                 if kind == SPACE:
@@ -275,9 +257,8 @@ def sign_texts(
             key = (key + word) * BASE
         keys[number] = max(_mix(key), np.uint64(1)) if key else np.uint64(0)
         if anchors.size:
-            before = put
-            put = _find_anchors(units, count, gram, window, grams, anchors, put)
-            anchor_counts[number] = put - before
+            anchor_counts[number] = _find_anchors(units, count, gram, window, grams, least, anchors[put:])
+            put += anchor_counts[number]
         if out.shape[0] == 0:
             continue
         minima[:] = EMPTY
@@ -357,7 +338,7 @@ def find_rows(points: np.ndarray, classes: np.ndarray, bits: int, rows: np.ndarr
         code = np.int64(points[at]) if at < points.size else np.int64(0x20)
         if 0x30 <= code <= 0x39:
             code = np.int64(0x30)
-        kind = _class_of(code, classes)
+        kind = classes[code] if code < 0x10000 else _class_beyond(code)
         if kind == LETTER:
             if code != 0x30 or before != 0x30:  # a number is one digit
                 word = (word ^ np.uint64(code)) * WORD_BASE

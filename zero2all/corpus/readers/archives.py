@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any, BinaryIO, cast
 
 from zero2all.corpus.readers.items import EXCERPT_CHARS, first_line_of
-from zero2all.corpus.readers.streams import CHUNK_BYTES, FileSlice, Guard, Read, Stream, StreamError, ZstdStream
+from zero2all.corpus.readers.streams import CHUNK_BYTES, FileSlice, Guard, Read, Stream, StreamError, decompress
 
 INSTALL_LIBARCHIVE = (
     "reading 7z and rar needs libarchive: apt install libarchive13 (Debian, Ubuntu), dnf install libarchive (Fedora), "
@@ -284,7 +284,7 @@ class ZipReader:
         at += 30 + sum(struct.unpack_from("<2H", header, 26))
         part = FileSlice(self._file, at, info.compress_size)
         if info.compress_type == 93:
-            return Stream(ZstdStream(part.read, self._guard).read)
+            return Stream(decompress(part.read, "zstd", self._guard))
         try:
             plain = zipfile.ZipExtFile(cast(Any, part), "r", info)
         except (NotImplementedError, zipfile.BadZipFile) as error:

@@ -83,7 +83,7 @@ def find_encoding(sample: bytes, whole: bool, named: str | None = None) -> tuple
     if b"\0" in sample:
         clean = _clean_lines(sample)
         if not clean:
-            return named if named and len(newline_of(named)) > 1 else _find_utf16(sample), 0
+            return named if named and is_wide(named) else _find_utf16(sample), 0
         sample, whole = clean, False
     if _is_utf8(sample, whole):
         return named if named and sample.isascii() else "utf-8", 0
@@ -256,9 +256,9 @@ def encoding_problem(name: str) -> str | None:
         return "Python knows no text encoding of this name"
 
 
-def newline_of(encoding: str) -> bytes:
-    """A line end as the encoding writes it."""
-    return "\n".encode(encoding)
+def is_wide(encoding: str) -> bool:
+    """Whether a line end has more than one byte (UTF-16, UTF-32)."""
+    return "\n".encode(encoding) != b"\n"
 
 
 def _mark_bad_bytes(error: UnicodeError) -> tuple[str, int]:

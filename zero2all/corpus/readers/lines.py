@@ -1,16 +1,15 @@
 """Lines in batches, and the formats that have one item a line: JSON lines and plain text by line.
 
 A chunk of 1 MB is split at once, which costs 0.1 us a line; a line longer than the limit is skipped chunk by chunk.
-Positions are those in the encoding of the file, so a GB18030 or UTF-16 file is split and resumed like a UTF-8 one.
+Positions are those in the encoding of the file, so a GB18030 file is split and resumed like a UTF-8 one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from zero2all.common import jsonio
-from zero2all.corpus.readers.encodings import newline_of
 from zero2all.corpus.readers.items import (
     Damaged,
     ItemOrigin,
@@ -38,7 +37,7 @@ MAX_REPLACED_SHARE = 0.002
 
 
 class LineBatch(NamedTuple):
-    """Lines without their line ends, in the encoding of the file."""
+    """Lines without their line ends, in the encoding of the file, whose line end is one byte."""
 
     lines: list[bytes]
     newline_bytes: int
@@ -53,23 +52,12 @@ class LongLine(NamedTuple):
     head: bytes
 
 
-def line_batches(stream: Stream, encoding: str, limit: int) -> Iterator[LineBatch | LongLine]:
+def line_batches(stream: Stream, limit: int) -> Iterator[LineBatch | LongLine]:
     """All lines from here to the end."""
-    newline = newline_of(encoding)
-    split = _splitter(encoding)
-    width = len(newline)
     held: list[bytes] = []
     held_bytes = 0
-    odd = b""
-    while True:
-        chunk = stream.read(READ_BYTES)
-        if not chunk:
-            break
-        if width > 1:
-            chunk = odd + chunk
-            cut = len(chunk) // width * width
-            chunk, odd = chunk[:cut], chunk[cut:]
-        lines = split(chunk)
+    while chunk := stream.read(READ_BYTES):
+        lines = chunk.split(b"\n")
         if len(lines) == 1:
             if held_bytes <= limit:
                 held.append(chunk)
@@ -78,43 +66,25 @@ def line_batches(stream: Stream, encoding: str, limit: int) -> Iterator[LineBatc
         rest = lines.pop()
         if held_bytes + len(lines[0]) > limit:
             head = held[0] if held else lines[0]
-            yield LongLine(held_bytes + len(lines[0]) + width, head[:HEAD_KEPT])
+            yield LongLine(held_bytes + len(lines[0]) + 1, head[:HEAD_KEPT])
             del lines[0]
         elif held:
             held.append(lines[0])
             lines[0] = b"".join(held)
         held, held_bytes = [rest], len(rest)
         if lines and max(map(len, lines)) > limit:
-            yield from _with_long_lines(lines, limit, width)
+            yield from _with_long_lines(lines, limit)
         elif lines:
-            yield LineBatch(lines, width)
-    held.append(odd)
-    held_bytes += len(odd)
+            yield LineBatch(lines, 1)
     if held_bytes > limit:
         yield LongLine(held_bytes, held[0][:HEAD_KEPT])
     elif held_bytes:
         yield LineBatch([b"".join(held)], 0)
 
 
-def _with_long_lines(lines: list[bytes], limit: int, width: int) -> Iterator[LineBatch | LongLine]:
+def _with_long_lines(lines: list[bytes], limit: int) -> Iterator[LineBatch | LongLine]:
     for line in lines:
-        yield LineBatch([line], width) if len(line) <= limit else LongLine(len(line) + width, line[:HEAD_KEPT])
-
-
-def _splitter(encoding: str) -> Callable[[bytes], list[bytes]]:
-    if len(newline_of(encoding)) == 1:
-        return lambda chunk: chunk.split(b"\n")
-    import numpy
-
-    code = {"16": "u2", "32": "u4"}[encoding[4:6]]
-    kind = numpy.dtype(("<" if encoding.endswith("le") else ">") + code)
-
-    def split(chunk: bytes) -> list[bytes]:
-        ends = (numpy.flatnonzero(numpy.frombuffer(chunk, kind) == 10) * kind.itemsize).tolist()
-        starts = [0, *(end + kind.itemsize for end in ends)]
-        return [chunk[start:end] for start, end in zip(starts, [*ends, len(chunk)], strict=True)]
-
-    return split
+        yield LineBatch([line], 1) if len(line) <= limit else LongLine(len(line) + 1, line[:HEAD_KEPT])
 
 
 def read_json_lines(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int) -> Items:
@@ -147,7 +117,7 @@ def _whole_lines(
     stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at: int
 ) -> Iterator[tuple[list[bytes], int, int] | Damaged]:
     """Lines, the length of their line ends, and the position of the first of them; and what cannot be read."""
-    for batch in line_batches(stream, origin.data, limits.max_record_bytes):
+    for batch in line_batches(stream, limits.max_record_bytes):
         if isinstance(batch, LongLine):
             yield too_large(origin, at, batch.size, limits.max_record_bytes, batch.head)
             at += batch.size

@@ -1,21 +1,20 @@
-"""Markup written by hand -> Markdown: wikitext, LaTeX, and the front matter of Markdown.
+"""Markup written by hand: wikitext becomes Markdown; LaTeX and Markdown lose what is around their text.
 
 Done by substitutions that look at a short piece each, from the inside out, so that no nesting takes long. What must not
-be touched (code, maths) is put aside first. What a template or an unknown command would print is not known: templates
-of wikis are left out but for a few that hold text, commands of LaTeX lose their name and keep their arguments.
+be touched (code, maths) is put aside first. What a template of a wiki would print is not known: they are left out but
+for a few that hold text. LaTeX stays LaTeX: models learn to read and write it.
 """
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable, Iterator
 from html import unescape
 
 from zero2all.corpus.readers.pages import MOST_INDENTED, Block, Page, markdown
 
 MOST_NESTED = 40
-"""Templates, links and arguments inside one another that are resolved."""
+"""Templates and links inside one another that are resolved."""
 _ASIDE = re.compile("\ue000(\\d+)\ue001")
 _FRONT_MATTER = re.compile(r"\ufeff?(---|\+\+\+)[ \t]*\r?\n(.*?)\r?\n\1[ \t]*(?:\r?\n|$)", re.DOTALL)
 _FRONT_TITLE = re.compile(r"""^title\s*[:=]\s*(["']?)(.+?)\1\s*$""", re.MULTILINE)
@@ -54,7 +53,7 @@ def _pairs(text: str, opening: re.Pattern[str], replace: Callable[[re.Match[str]
     missing: set[str] = set()
     at = start = 0
     while found := opening.search(text, at):
-        closing = _CLOSINGS.get(found[0]) or (f"\\end{{{found['env']}}}" if found["env"] else f"</{found['tag']}>")
+        closing = "-->" if found[0] == "<!--" else f"\\end{{{found['env']}}}" if found["env"] else f"</{found['tag']}>"
         end = -1 if closing in missing else text.find(closing, found.end())
         at = found.end()
         if end < 0:
@@ -63,9 +62,6 @@ def _pairs(text: str, opening: re.Pattern[str], replace: Callable[[re.Match[str]
         out += (text[start : found.start()], replace(found, text[at:end]))
         at = start = end + len(closing)
     return "".join(out) + text[start:]
-
-
-_CLOSINGS = {"<!--": "-->", "$$": "$$", "$": "$", r"\[": r"\]", r"\(": r"\)"}
 
 
 def _innermost(pattern: re.Pattern[str], replace: Callable[[re.Match[str]], str], text: str) -> str:
@@ -98,17 +94,8 @@ _WIKI_NAMESPACE = re.compile(
     r":?(file|image|category|media|文件|檔案|档案|图像|圖像|分类|分類|ファイル|カテゴリ|파일|분류|файл|категория|[a-z]{2,3}(-[a-z]+)*):",
     re.IGNORECASE,
 )
-_TEXT_TEMPLATES = {
-    "lang": 2,
-    "le": 1,
-    "link-en": 1,
-    "tsl": 3,
-    "nowrap": 1,
-    "small": 1,
-    "nobold": 1,
-    "mvar": 1,
-    "abbr": 1,
-}
+_TEXT_TEMPLATES = {"lang": 2, "tsl": 3}
+_TEXT_TEMPLATES |= dict.fromkeys(("le", "link-en", "nowrap", "small", "nobold", "mvar", "abbr"), 1)
 """Templates that print one of their arguments, and which."""
 
 
@@ -191,89 +178,16 @@ def _wiki_blocks(text: str, aside: _Aside) -> Iterator[Block]:
 
 # ---- LaTeX ----------------------------------------------------------------------------------------------------
 
-_TEX_CODE = re.compile(
-    r"\\begin\{(?P<env>(?:verbatim|lstlisting|minted|Verbatim)\*?)\}(?:\[[^\[\]]*\])?(?:\{\w*\})?(?P<tag>)"
-)
-_TEX_MATHS = re.compile(
-    r"\\begin\{(?P<env>(?:equation|align|gather|multline|eqnarray|displaymath|flalign|alignat)\*?)\}"
-    r"|\$\$|\\\[|\\\(|(?<!\\)\$(?P<tag>)"
-)
 _TEX_DROPPED = re.compile(r"\\begin\{(?P<env>thebibliography|tikzpicture|comment)\}(?P<tag>)")
-_TEX_TABLE = re.compile(
-    r"\\begin\{(?P<env>(?:tabular|longtable|tabularx|array)\*?)\}(?:\[[^\[\]]*\])?(?:\{[^{}]*\})*(?P<tag>)"
-)
-_TEX_GONE = re.compile(
-    r"[~ ]?\\(?:label|cite\w*|ref|eqref|pageref|[cC]ref|includegraphics|bibliography\w*|[vh]space|input|include|"
-    r"usepackage|index|new(?:command|theorem|environment)|renewcommand|setlength|thanks|pagestyle|setcounter|hypersetup|definecolor|"
-    r"documentclass|addtocounter|date|author)\*?(?:\[[^\[\]]*\])*(?:\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*"
-)
-_TEX_HEADING = re.compile(
-    r"\\(part|chapter|section|subsection|subsubsection|paragraph)\*?(?:\[[^\[\]]*\])?\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
 _TEX_TITLE = re.compile(r"\\title(?:\[[^\[\]]*\])?\{((?:[^{}]|\{[^{}]*\})*)\}")
-_TEX_LEVELS = {"part": 1, "chapter": 1, "section": 2, "subsection": 3, "subsubsection": 4, "paragraph": 5}
-_TEX_COMMAND = re.compile(r"\\[a-zA-Z@]+\*?[ \t]*(?:\[[^\[\]]*\])?")
-_TEX_ACCENT = re.compile(r"\\([`'^\"~=.cvu])\s*(?:\{\\?([a-zA-Z])\}|([a-zA-Z])(?<![cvu][a-zA-Z]))")
-_ACCENTS = dict(zip("`'^\"~=.cvu", "\u0300\u0301\u0302\u0308\u0303\u0304\u0307\u0327\u030c\u0306", strict=True))
-_TEX_SIGNS = [
-    (r"\\([%&_#${}])", r"\1"),
-    ("~", " "),
-    ("---", "—"),
-    ("--", "–"),
-    ("``", "“"),
-    ("''", "”"),
-    (r"\\\\(?:\[[^\[\]]*\])?", "\n"),
-]
+_TEX_COMMAND = re.compile(r"\\[a-zA-Z@]+\*?|[{}]")
 
 
 def latex(text: str) -> Page:
-    """A LaTeX source as Markdown; formulas stay as they are."""
-    aside = _Aside()
-    text = _pairs(text, _TEX_CODE, lambda _, inner: aside.put(f"\n\n```\n{inner.strip(chr(10))}\n```\n\n"))
-    text = re.sub(r"(?<!\\)%.*", "", text)
+    """The body of a LaTeX source as it stands, without comments, pictures and bibliography."""
+    text = re.sub(r"(?<!\\)%.*\n?", "", text)
     title = _TEX_TITLE.search(text)
     head, begin, body = text.partition(r"\begin{document}")
-    text = (body if begin else head).partition(r"\end{document}")[0]
-    text = _pairs(text, _TEX_MATHS, lambda *found: _tex_formula(aside, *found))
-    text = _pairs(text, _TEX_DROPPED, lambda *_: "")
-    return Page(_tex_words(title[1], aside) if title else "", markdown(_tex_blocks(_TEX_GONE.sub("", text), aside)))
-
-
-def _tex_formula(aside: _Aside, found: re.Match[str], inner: str) -> str:
-    inner = re.sub(r"\\label\{[^{}]*\}", "", inner)
-    if name := found["env"]:
-        inner = aside.put(f"$$\\begin{{{name}}}{inner}\\end{{{name}}}$$")
-        return f"\n\n{inner}\n\n"
-    return aside.put(found[0] + inner + _CLOSINGS[found[0]])
-
-
-def _tex_words(text: str, aside: _Aside) -> str:
-    text = _TEX_ACCENT.sub(
-        lambda found: unicodedata.normalize("NFC", (found[2] or found[3]) + _ACCENTS[found[1]]), text
-    )
-    for pattern, sign in _TEX_SIGNS:
-        text = re.sub(pattern, sign, text)
-    return aside.back(re.sub(r"[{}]", "", _TEX_COMMAND.sub("", text))).strip()
-
-
-def _tex_blocks(text: str, aside: _Aside) -> Iterator[Block]:
-    text = _TEX_HEADING.sub(lambda found: f"\n\n\ue002{_TEX_LEVELS[found[1]]}{found[2]}\n\n", text)
-    text = _pairs(text, _TEX_TABLE, _tex_table)
-    text = re.sub(r"\\item\b\s*(?:\[([^\[\]]*)\])?", "\n\n\ue003\\1 ", text)
-    text = re.sub(r"\\(?:begin|end)\{[^{}]*\}(?:\[[^\[\]]*\])?", "\n\n", text)
-    kinds = {"\ue002": "h", "\ue003": "li", "\ue004": "td"}
-    last = ""
-    for paragraph in re.split(r"\n\s*\n", text):
-        kind = kinds.get(paragraph.strip()[:1], "p")
-        words = _tex_words(" ".join(paragraph.strip("\ue002\ue003\ue004 \n").split()), aside).strip("\n")
-        if words and kind == "h":
-            yield Block(words[1:], f"h{words[0]}")
-        elif words:
-            yield Block(words, "th" if kind == "td" and last != "td" else kind, "- " if kind == "li" else "")
-        last = kind
-
-
-def _tex_table(_: re.Match[str], inner: str) -> str:
-    rows = re.sub(r"\\(?:[hc]line|toprule|midrule|bottomrule)(?:\{[^}]*\})?", "", inner).split(r"\\")
-    cells = [[" ".join(cell.split()) for cell in re.split(r"(?<!\\)&", row)] for row in rows]
-    return "\n\n" + "\n\n".join("\ue004| " + " | ".join(row) + " |" for row in cells if any(row)) + "\n\n"
+    text = _pairs((body if begin else head).partition(r"\end{document}")[0], _TEX_DROPPED, lambda *_: "")
+    words = _TEX_COMMAND.sub("", title[1]).replace("~", " ") if title else ""
+    return Page(" ".join(words.split()), re.sub(r"\n{3,}", "\n\n", text).strip())

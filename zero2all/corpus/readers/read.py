@@ -13,7 +13,7 @@ from zero2all.corpus.listing import CODE_SUFFIXES, open_input
 from zero2all.corpus.readers import archives
 from zero2all.corpus.readers.archives import ArchiveMember
 from zero2all.corpus.readers.chats import conversations
-from zero2all.corpus.readers.encodings import Transcoded, newline_of
+from zero2all.corpus.readers.encodings import Transcoded, is_wide
 from zero2all.corpus.readers.items import (
     DOCUMENTS,
     FINISHED,
@@ -337,11 +337,10 @@ class _UnitReader:
 
     def _is_converted(self, origin: ItemOrigin, size: int) -> bool:
         """Whether the data must be brought to UTF-8 before it is cut into items."""
-        if origin.encoding == "utf-8":
+        if origin.encoding == "utf-8" or self._is_whole(origin, size):
             return False
-        if origin.format is Format.TEXT:
-            return self.limits.text_by is TextBy.AUTO and not self._is_whole(origin, size)
-        return origin.format in (Format.JSON_ARRAY, Format.CSV)
+        by_characters = origin.format is Format.TEXT and self.limits.text_by is TextBy.AUTO
+        return by_characters or is_wide(origin.encoding) or origin.format in (Format.JSON_ARRAY, Format.CSV)
 
 
 def _found_of(unit: Unit) -> SniffedFormat:
@@ -392,12 +391,11 @@ def read_paragraphs(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at
     """Blocks of lines with blank lines between them, from position `at`, where the stream stands."""
     limit = limits.max_record_bytes
     encoding = origin.data
-    newline = newline_of(encoding)
-    blank = {newline[:0], " ".encode(encoding), "\r".encode(encoding)}
+    blank = {b"", b" ", b"\r"}
     block: list[bytes] = []
     start = end = at
     size = 0
-    for batch in line_batches(stream, encoding, limit):
+    for batch in line_batches(stream, limit):
         if isinstance(batch, LongLine):
             block = block or [batch.head]
             end += batch.size
@@ -407,8 +405,8 @@ def read_paragraphs(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at
             line_end = end + len(line) + batch.newline_bytes
             is_blank = line in blank or (len(line) < 1000 and not line.decode(encoding, "replace").strip())
             if not is_blank:
-                size += len(line) + len(newline)
-                if size <= limit + len(newline):
+                size += len(line) + 1
+                if size <= limit + 1:
                     block.append(line)
                 end = line_end
                 continue
@@ -417,17 +415,16 @@ def read_paragraphs(stream: Stream, origin: ItemOrigin, limits: ReaderLimits, at
             block, size = [], 0
             start = end = line_end
     if stream.broken is not None:
-        yield broken_item(stream, origin, start, newline.join(block))
+        yield broken_item(stream, origin, start, b"\n".join(block))
     elif block:
         yield from _paragraph(block, size, origin, limits, start, end)
 
 
 def _paragraph(block: list[bytes], size: int, origin: ItemOrigin, limits: ReaderLimits, start: int, end: int) -> Items:
-    newline = newline_of(origin.data)
-    if size > limits.max_record_bytes + len(newline):
+    if size > limits.max_record_bytes + 1:
         yield too_large(origin, start, end - start, limits.max_record_bytes, block[0])
         return
-    item = text_row(newline.join(block), origin, start, end, whole=False)
+    item = text_row(b"\n".join(block), origin, start, end, whole=False)
     if item is not None:
         yield item
 

@@ -13,9 +13,8 @@ import lzma
 import os
 import tempfile
 import zlib
-from collections import deque
 from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from zero2all.common.errors import DiskError, is_disk_full
 from zero2all.corpus.readers.items import ReaderLimits, first_line_of
@@ -25,6 +24,8 @@ Read = Callable[[int], bytes]
 CHUNK_BYTES = 1 << 20
 INPUT_BYTES = 1 << 15
 """Compressed bytes taken at a time: the most that an error costs."""
+ZSTD_BYTES = 1 << 11
+"""The same of zst, whose smallest block, of 4 bytes, may become 128 KB."""
 MAX_WINDOW_BYTES = 1 << 27
 """The most memory a zst or xz stream may ask for (xz -9 needs 65 MB); beyond it the stream is reported, not read."""
 
@@ -202,24 +203,60 @@ class _Gzip:
         return out
 
 
+class _Zstd:
+    """A zst frame with the interface of bz2 and lzma. The library gives all that its input becomes at once, so it gets
+    little at a time."""
+
+    def __init__(self) -> None:
+        import zstandard
+
+        self._frame = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
+        self._error = zstandard.ZstdError
+        self._tail = b""
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def needs_input(self) -> bool:
+        return not self._tail
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data + self._tail
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:  # noqa: ARG002
+        data = self._tail + data
+        self._tail = data[ZSTD_BYTES:]
+        try:
+            return self._frame.decompress(data[:ZSTD_BYTES])
+        except self._error as error:
+            raise ValueError(str(error)) from error
+
+
 _MAKE: dict[str, Callable[[], Any]] = {
     "gzip": _Gzip,
     "bzip2": bz2.BZ2Decompressor,
     "xz": lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES * 2),
+    "zstd": _Zstd,
 }
-_MAGIC = {"gzip": b"\x1f\x8b", "bzip2": b"BZh", "xz": b"\xfd7zXZ"}
+_MAGIC = {
+    "gzip": b"\x1f\x8b",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ",
+    "zstd": (b"\x28\xb5\x2f\xfd", *(bytes([kind, 0x2A, 0x4D, 0x18]) for kind in range(0x50, 0x60))),
+}
 _ERRORS = (zlib.error, OSError, lzma.LZMAError, EOFError, ValueError)
 
 
 def decompress(read: Read, compression: str, guard: Guard) -> Read:
     """The layer that undoes a compression."""
-    if compression == "zstd":
-        return ZstdStream(read, guard).read
     return _Decompressed(read, compression, guard).read
 
 
 class _Decompressed:
-    """One or more gzip, bzip2 or xz streams, one after the other."""
+    """One or more streams of a compression, one after the other."""
 
     def __init__(self, read: Read, compression: str, guard: Guard) -> None:
         self._lower, self._compression, self._guard = read, compression, guard
@@ -268,143 +305,6 @@ class _Decompressed:
 def _damaged(compression: str, error: Exception) -> StreamError:
     reason = "needs_memory" if "emory" in str(error) else "damaged_compression"
     return StreamError(reason, f"{compression}: {first_line_of(error)}")
-
-
-class ZstdStream:
-    """One or more zst frames, one after the other."""
-
-    def __init__(self, read: Read, guard: Guard) -> None:
-        import zstandard
-
-        self._guard, self._out = guard, 0
-        self._fed, self._zstd_error = _Followed(read), zstandard.ZstdError
-        context = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        self._reader = context.stream_reader(cast(BinaryIO, self._fed), read_size=INPUT_BYTES, read_across_frames=True)
-
-    def read(self, size: int) -> bytes:
-        """Up to `size` bytes; none at the end."""
-        data = b""
-        try:
-            while not data and not self._fed.is_at_end:
-                reads = self._fed.reads
-                data = self._reader.read1(size)
-                if not data and self._fed.reads == reads:
-                    raise StreamError("damaged_compression", "zstd: the library stopped before the end")
-        except self._zstd_error as error:
-            raise _damaged("zstd", error) from error
-        if not data and not self._fed.walker.at_frame_end:
-            raise StreamError("cut_off", "the zstd data ends inside a frame")
-        self._out += len(data)
-        self._guard.check(self._fed.walker.position, self._out, len(data))
-        return data
-
-
-class _Followed:
-    """What the library reads from: the layer below, one block at a time.
-
-    So an error in a block, which makes the library forget what it was about to give, costs only that block.
-    """
-
-    def __init__(self, read: Read) -> None:
-        self.walker = FrameWalker()
-        self.is_at_end = False
-        self.reads = 0
-        self._lower = read
-        self._blocks: deque[bytes] = deque()
-
-    def read(self, size: int) -> bytes:
-        self.reads += 1
-        if not self._blocks:
-            data = self._lower(size)
-            start = self.walker.position
-            self.walker.feed(data)
-            at = 0
-            for end in self.walker.block_ends:
-                self._blocks.append(data[at : end - start])
-                at = end - start
-            self.walker.block_ends.clear()
-            if at < len(data):
-                self._blocks.append(data[at:])
-            self.is_at_end = not data  # the library takes an empty read for the end
-        return self._blocks.popleft() if self._blocks else b""
-
-
-class FrameWalker:
-    """Follows the headers of zst frames and blocks in a stream that comes in chunks of any size (RFC 8878, section 3).
-
-    The library says neither where frames end nor that a stream was cut off inside one.
-    """
-
-    def __init__(self) -> None:
-        self.position = 0
-        self.at_frame_end = True
-        self.block_ends: list[int] = []
-        """Ends of the blocks passed, until the list is cleared."""
-        self._skip = 0
-        self._wanted = 4
-        self._step: Callable[[bytes], None] = self._magic
-        self._held = b""
-        self._has_checksum = False
-        self.is_lost = False
-        """What came is no zst frame."""
-
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes of the stream."""
-        at = 0
-        while at < len(data) and not self.is_lost:
-            if self._skip:
-                step = min(self._skip, len(data) - at)
-                self._skip -= step
-                at += step
-                self.position += step
-                if self._skip == 0:
-                    self.block_ends.append(self.position)
-                    if self._wanted == 0:
-                        self._frame_ended()
-                continue
-            piece = data[at : at + self._wanted - len(self._held)]
-            self._held += piece
-            at += len(piece)
-            self.position += len(piece)
-            self.at_frame_end = False
-            if len(self._held) == self._wanted:
-                header, self._held = self._held, b""
-                self._step(header)
-
-    def _frame_ended(self) -> None:
-        self.at_frame_end = True
-        self._step, self._wanted = self._magic, 4
-
-    def _magic(self, header: bytes) -> None:
-        if header == b"\x28\xb5\x2f\xfd":
-            self._step, self._wanted = self._descriptor, 1
-        elif header[1:] == b"\x2a\x4d\x18" and 0x50 <= header[0] <= 0x5F:
-            self._step, self._wanted = self._skippable, 4
-        else:
-            self.is_lost = True
-
-    def _skippable(self, header: bytes) -> None:
-        self._skip, self._wanted = int.from_bytes(header, "little"), 0
-        if not self._skip:
-            self._frame_ended()
-
-    def _descriptor(self, header: bytes) -> None:
-        flags = header[0]
-        single = bool(flags & 0x20)
-        self._has_checksum = bool(flags & 0x04)
-        size_bytes = (1 if single else 0, 2, 4, 8)[flags >> 6]
-        self._skip = (0 if single else 1) + (0, 1, 2, 4)[flags & 3] + size_bytes
-        self._step, self._wanted = self._block, 3
-
-    def _block(self, header: bytes) -> None:
-        value = int.from_bytes(header, "little")
-        kind, size = value >> 1 & 3, value >> 3
-        self._skip = 1 if kind == 1 else size
-        if value & 1:
-            self._skip += 4 if self._has_checksum else 0
-            self._wanted = 0
-            if not self._skip:
-                self._frame_ended()
 
 
 def spooled(stream: Stream, limits: ReaderLimits) -> BinaryIO:

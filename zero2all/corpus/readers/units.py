@@ -8,8 +8,7 @@ unit, and its note says what that means for an interrupted build.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import accumulate
@@ -17,7 +16,7 @@ from typing import BinaryIO
 
 from zero2all.corpus.listing import CODE_SUFFIXES, InputFile, open_input
 from zero2all.corpus.readers.archives import INSTALL_LIBARCHIVE, ZipReader, has_libarchive
-from zero2all.corpus.readers.encodings import newline_of
+from zero2all.corpus.readers.encodings import is_wide
 from zero2all.corpus.readers.items import NOT_READ, Format, ReaderLimits, TextBy, Unit, first_line_of, suffix_of
 from zero2all.corpus.readers.sniff import (
     ARCHIVES,
@@ -32,9 +31,6 @@ from zero2all.corpus.readers.sniff import (
 from zero2all.corpus.readers.streams import FileSlice, Guard, Stream, StreamError, decompress
 
 LOOK_BYTES = 1 << 16
-BLANKS_SEEN = 4096
-"""A blank line with more blanks than this is not seen as one when a border is looked for."""
-_BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 
 
 def plan_units(file: InputFile, limits: ReaderLimits, first_number: int = 0) -> list[Unit]:
@@ -114,12 +110,11 @@ def _borders(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[int]:
     """Bytes where units after the first begin."""
     size = unit.file.size_bytes
     unit_bytes = limits.unit_bytes
-    if size < unit_bytes * 3 // 2:
+    if size < unit_bytes * 3 // 2 or is_wide(unit.encoding):
         return []
     stream = Stream(FileSlice(handle, unit.bom_bytes, size - unit.bom_bytes).read)
-    wide = len(newline_of(unit.encoding)) > 1
     if unit.format is Format.JSON_LINES:
-        return _line_borders(unit, handle, unit_bytes, 1)
+        return _line_borders(handle, size, unit_bytes, 1)
     if unit.format is Format.JSON_ARRAY and unit.encoding == "utf-8":
         from zero2all.corpus.readers.arrays import array_borders
 
@@ -131,69 +126,35 @@ def _borders(unit: Unit, handle: BinaryIO, limits: ReaderLimits) -> list[int]:
     if unit.format is not Format.TEXT or suffix_of(unit.file.name) in CODE_SUFFIXES:
         return []
     if limits.text_by is TextBy.LINE:
-        return _line_borders(unit, handle, unit_bytes, 1)
-    if limits.text_by is TextBy.BLANK_LINE and not wide:
-        return _find_borders(handle, size, unit_bytes, 1, _behind_blank_line)
+        return _line_borders(handle, size, unit_bytes, 1)
     if limits.text_by is TextBy.AUTO and unit.encoding == "utf-8" and size > limits.split_text_above_bytes:
-        return _line_borders(unit, handle, unit_bytes, limits.text_block_bytes)
+        return _line_borders(handle, size, unit_bytes, limits.text_block_bytes)
     return []
 
 
-def _line_borders(unit: Unit, handle: BinaryIO, unit_bytes: int, step: int) -> list[int]:
-    newline = newline_of(unit.encoding)
-    size = unit.file.size_bytes
-    return _find_borders(handle, size, unit_bytes, step, lambda file, at: _behind_line(file, at, newline))
-
-
-def _find_borders(
-    handle: BinaryIO, size: int, unit_bytes: int, step: int, find: Callable[[BinaryIO, int], int | None]
-) -> list[int]:
-    """The first place `find` finds at or behind every `unit_bytes` or so, a multiple of `step`."""
+def _line_borders(handle: BinaryIO, size: int, unit_bytes: int, step: int) -> list[int]:
+    """The first line start at or behind every `unit_bytes` or so, a multiple of `step`."""
     borders: list[int] = []
     target = unit_bytes
     while True:
         target = -(-target // step) * step
         if target + unit_bytes // 2 >= size:
             return borders
-        border = find(handle, target)
+        border = _behind_line(handle, target)
         if border is None or border >= size:
             return borders
         borders.append(border)
         target = border + unit_bytes
 
 
-def _behind_line(handle: BinaryIO, at: int, newline: bytes) -> int | None:
-    """The first line start at or behind `at`."""
-    width = len(newline)
-    position = max((at - 1) // width * width, 0)
+def _behind_line(handle: BinaryIO, at: int) -> int | None:
+    """The first line start at or behind `at`, which is not the beginning of the file."""
+    position = at - 1
     handle.seek(position)
     while data := handle.read(LOOK_BYTES):
-        found = data.find(newline)
-        while found >= 0 and found % width:
-            found = data.find(newline, found + 1)
-        if found >= 0:
-            border = position + found + width
-            if border >= at:
-                return border
-            handle.seek(border)
-            position = border
-            continue
+        if (found := data.find(b"\n")) >= 0:
+            return position + found + 1
         position += len(data)
-    return None
-
-
-def _behind_blank_line(handle: BinaryIO, at: int) -> int | None:
-    """The first line start behind a blank line behind `at`."""
-    position = at
-    tail = b""
-    handle.seek(at)
-    while data := handle.read(LOOK_BYTES):
-        look = tail + data
-        match = _BLANK_LINE.search(look)
-        if match:
-            return position - len(tail) + match.end()
-        position += len(data)
-        tail = look[-BLANKS_SEEN:]
     return None
 
 
