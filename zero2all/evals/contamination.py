@@ -30,6 +30,7 @@ import numpy as np
 from zero2all.common.engine import EngineConfig, OnBytes, TaskEngine, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
+from zero2all.common.language import cells, table_lines
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import progress, say
@@ -564,8 +565,10 @@ def split_words(split: Mapping[str, Any]) -> str:
 
 def contamination_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [t("contamination                      items     dirty   share   weak hits")]
+    rows = []
     for name, found in report["tasks"].items():
         share = found["dirty"] / found["items"] if found["items"] else 0.0
-        lines.append(f"  {name:<28} {found['items']:>9,} {found['dirty']:>9,} {share:>7.1%} {found['weak']:>11,}")
-    return lines
+        rows.append(
+            [name, *cells({**found, "share": share}, {"items": ",", "dirty": ",", "share": ".1%", "weak": ","})]
+        )
+    return table_lines(t("contamination | items | dirty | share | weak hits"), rows)

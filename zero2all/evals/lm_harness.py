@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import table_lines
+from zero2all.common.language import translate as t
 from zero2all.common.progress import progress
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.boundary import opening_id
@@ -314,16 +316,16 @@ def _with_all(manager: Any, names: Sequence[str], include: Path | None) -> Any:
 
 def harness_lines(found: dict[str, Any]) -> list[str]:
     """The results for a terminal."""
-    lines = ["task                               metric               value      stderr   items  shots"]
+    rows = []
     for task, values in found["results"].items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
-            if not isinstance(value, int | float) or not kind or metric.endswith("_stderr"):
-                continue
-            error = values.get(f"{metric}_stderr,{kind}")
-            shown = f"{error:>11.4f}" if isinstance(error, float) else f"{'-':>11}"
-            items = found["samples"].get(task, {}).get("effective", "-")
-            lines.append(f"{task:<34} {metric:<16} {value:>9.4f} {shown} {items:>7} {found['shots'].get(task, '-'):>6}")
+            if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{kind}")
+                shown = [f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-"]
+                items = found["samples"].get(task, {}).get("effective", "-")
+                rows.append([task, metric, *shown, str(items), str(found["shots"].get(task, "-"))])
+    lines = table_lines(t("task | metric | value | stderr | items | shots"), rows)
     spans = found["border_spans"]
     if spans:
         known = [each for each in spans if each["lm_eval_logprob"] is not None]
