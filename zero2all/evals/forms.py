@@ -113,7 +113,10 @@ class Writing:
 
 
 def conversation(writing: Writing) -> list[Message]:
-    """The same as messages: the examples are turns, and the question says what the answer is to look like."""
+    """The same as messages: the examples are turns, and the question says what the answer is to look like. An item may
+    be a conversation itself."""
+    if "turns" in writing.item.extra:
+        return [Message(("user", "assistant")[n % 2], turn) for n, turn in enumerate(writing.item.extra["turns"])]
     language, marker = _language(writing.item), MARKERS[_language(writing.item)]
     is_thought = bool(writing.asked[-1][1])
     if is_thought:
@@ -130,13 +133,15 @@ def conversation(writing: Writing) -> list[Message]:
 CODE_STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@", "\nassert ", "\n```")
 """A function ends where something else begins at the left margin."""
 STOPS = ("\n\n", "\nQuestion:", "\n问题：")
-ANSWER_TOKENS, SOLUTION_TOKENS, CODE_TOKENS = 64, 320, 512
+ANSWER_TOKENS, CHAT_TOKENS, SOLUTION_TOKENS, CODE_TOKENS = 64, 192, 320, 512
 
 
 def generate(item: Item, shots: Sequence[Item], labels: str = LABELS) -> Writing:
     """The item as a text to be continued by the model itself."""
     if item.shape == CODE:
         return Writing(item, ((item.question, ""),), CODE_STOPS, CODE_TOKENS)
+    if "turns" in item.extra:
+        return Writing(item, (), (), CHAT_TOKENS)
     asked = [(_listing(shot, labels), _given(shot, labels)) for shot in shots]
     most = SOLUTION_TOKENS if "number" in item.extra else ANSWER_TOKENS
     return Writing(item, (*asked, (_listing(item, labels), "")), STOPS, most)

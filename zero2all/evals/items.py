@@ -12,6 +12,8 @@ from zero2all.common.errors import UsageError
 
 FORMS = ("cloze", "choice", "bits", "generate", "think")
 """Ways to ask an item: see `forms.py`."""
+CHAT_FORM = "chat"
+"""Beside them, of the tasks in `chat_tasks.py` alone: what is answered in a conversation, judged by rules."""
 WRITTEN = ("generate", "think")
 """Forms in which the model writes; the others compare likelihoods."""
 
@@ -55,7 +57,8 @@ class Item:
     """A passage before the question."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What only this kind of item has: the tests of HumanEval, other right answers (`aliases`), `number`: the answer
-    as a number, `reasoning`: the way to it, `labels`: those that the question lists its options with, `golds`."""
+    as a number, `reasoning`: the way to it, `labels`: those that the question lists its options with, `golds`; of a
+    conversation its `turns` and the rules of a `right` answer."""
     shape: str = QUESTION
 
     @property

@@ -26,7 +26,7 @@ from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.text import TextRequest, complete
+from zero2all.infer.text import TextRequest, complete_all
 
 if TYPE_CHECKING or find_spec("lm_eval"):
     from lm_eval.api.model import TemplateLM
@@ -153,11 +153,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to one of its stop strings."""
         asked = [self._to_write(*request.args) for request in requests]
-        written = [""] * len(requests)
         with progress("texts", len(requests), "request", quiet=disable_tqdm) as bar:
-            for number, text, _ in complete(self.engine, asked):
-                written[number] = text
-                bar.advance(1)
+            written = complete_all(self.engine, asked, bar)
         for request, text in zip(requests, written, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return written
