@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from zero2all.evals.items import LABELS, Item
+from zero2all.evals.items import LABELS, Item, language_of
 
 MARKERS = {"en": "So the answer is", "zh": "所以答案是"}
 """What a text that thinks first says before its final answer."""
@@ -27,7 +27,7 @@ def read_answer(item: Item, written: str, labels: str = LABELS, is_thought: bool
     """The answer in the spelling in which answers are compared: numbers of options, a number, or normalised text; None
     where there is none. `is_thought`: it stands after the last marker."""
     if is_thought:
-        _, marker, written = written.rpartition(MARKERS["zh" if item.language == "zh" else "en"])
+        _, marker, written = written.rpartition(MARKERS[language_of(item)])
         if not marker:
             return None
     written = written.strip()

@@ -18,6 +18,7 @@ from zero2all.common.files import read_json_object
 from zero2all.common.language import cells, table_lines
 from zero2all.common.language import translate as t
 from zero2all.common.workspace import Workspace
+from zero2all.evals.judge import Z95
 from zero2all.evals.rewrites.measure import mean_gap
 from zero2all.evals.signal import read_reports
 
@@ -25,7 +26,6 @@ Key = tuple[str, str]
 """What was asked, and how."""
 Answers = dict[str, tuple[float, float]]
 """By id: right (0 or 1, or partial credit) and 1; or bits and bytes."""
-Z95 = 1.959964
 
 
 def report_of(workspace: Workspace, name: str) -> tuple[str, dict[str, Any]]:

@@ -67,6 +67,11 @@ class Item:
         return tuple(self.extra.get("golds", ()))
 
 
+def language_of(item: Item) -> str:
+    """The language of words that we put around an item: code is asked for in English."""
+    return "zh" if item.language == "zh" else "en"
+
+
 def proposed(item: Item, choice: str) -> str:
     """The question whether one option is right."""
     if item.language == "zh":

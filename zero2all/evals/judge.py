@@ -265,7 +265,8 @@ class _TaskJudge:
 
     def _cloze(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "cloze")
-        asked = [ways.cloze(*each) for each in left_out.with_one_answer(left_out.with_choices(self.items))]
+        items = left_out.fitting(self.items, NO_CHOICES, lambda item: item.choices)
+        asked = [ways.cloze(*each) for each in left_out.fitting(items, SEVERAL, lambda item: not item.golds)]
         plain: list[ItemResult] = []
         by_pmi: list[ItemResult] = []
         without: list[Item] = []  # a text to be continued has no prompt that says nothing
@@ -292,7 +293,7 @@ class _TaskJudge:
     def _choice(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "choice")
         fitting, several = [], []
-        for item, shots in left_out.with_choices(self.items):
+        for item, shots in left_out.fitting(self.items, NO_CHOICES, lambda item: item.choices):
             if item.golds:
                 several.append(PromptedItem(item, tuple(ways.each_option(item)), None, False))
             elif max(len(each.choices) for each in (item, *shots)) > len(self.labels):
@@ -325,7 +326,7 @@ class _TaskJudge:
             left_out.counts.subtract(self.task.skipped)
             del left_out.counts[NO_CHOICES]
             items = [(item, shots) for item, shots in self.items if not item.choices]
-        items = left_out.with_one_answer(items)
+        items = left_out.fitting(items, SEVERAL, lambda item: not item.golds)
         for each, scored, _ in self._scored([ways.gold(*each) for each in items], left_out):
             bits, size, spans = _of_gold(each, scored)
             correct = scored[0].is_greedy if each.item.shape == CONTINUE and not each.item.choices else None
@@ -460,19 +461,14 @@ class _LeftOut:
         self.counts[reason] += 1
         self.problems.append(f"{self.task.name} {self.form} {item.id}: {detail or reason}")
 
-    def with_choices(self, items: Sequence[tuple[Item, tuple[Item, ...]]]) -> list[tuple[Item, tuple[Item, ...]]]:
-        """Those that have choices; the others are noted."""
+    def fitting(
+        self, items: Sequence[tuple[Item, tuple[Item, ...]]], reason: str, is_fitting: Callable[[Item], Any]
+    ) -> list[tuple[Item, tuple[Item, ...]]]:
+        """Those items, with their examples, that fit; the others are noted."""
         for item, _ in items:
-            if not item.choices:
-                self.add(item, NO_CHOICES)
-        return [(item, shots) for item, shots in items if item.choices]
-
-    def with_one_answer(self, items: Sequence[tuple[Item, tuple[Item, ...]]]) -> list[tuple[Item, tuple[Item, ...]]]:
-        """Those that cannot have several right options; the others are noted."""
-        for item, _ in items:
-            if item.golds:
-                self.add(item, SEVERAL)
-        return [(item, shots) for item, shots in items if not item.golds]
+            if not is_fitting(item):
+                self.add(item, reason)
+        return [(item, shots) for item, shots in items if is_fitting(item)]
 
 
 def _reason(words: str) -> str:

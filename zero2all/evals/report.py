@@ -17,7 +17,8 @@ from zero2all.evals.options import EvalOptions, report_path, text_files, write_r
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, held_out_rows
 from zero2all.evals.probes import compare_pairs, run_probes, summarize, summarize_pairs
 from zero2all.evals.question_files import read_pairs, read_probes
-from zero2all.evals.rewrites.measure import rewrite_figures, rewrite_lines, rewrite_section
+from zero2all.evals.rewrites.list import chosen_rewrites
+from zero2all.evals.rewrites.measure import measure_rewrites, rewrite_figures, rewrite_lines
 from zero2all.evals.sandbox import is_isolated, protection
 from zero2all.evals.suites import SUITES, VERSION, SuiteQuestions, ask_task, mean_score
 from zero2all.evals.tasks.list import TaskQuestions
@@ -89,7 +90,8 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["tasks"] = task_section(engine, options.tasks, tasks, asking, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, asking)
+            chains = chosen_rewrites(options.tasks.rewrites)
+            report["rewrites"] = {"tasks": measure_rewrites(engine, tasks, chains, asking)}
     if options.suites is not None:
         report["suites"] = suite_section(engine, options.suites, read_contamination(workspace), loaded)
     return report

@@ -90,14 +90,9 @@ class ScoreCurve:
     chance: float | None = None
 
     @property
-    def field(self) -> str:
-        """The figure that it is."""
-        return self.name.rpartition("/")[2]
-
-    @property
     def kind(self) -> ScoreKind:
-        """What kind of figure it is."""
-        return KINDS.get(self.field, ScoreKind(is_better_high=True))
+        """What kind of figure it is, by the last word of its name."""
+        return KINDS.get(self.name.rpartition("/")[2], ScoreKind(is_better_high=True))
 
 
 def read_reports(run: Path) -> list[dict[str, Any]]:

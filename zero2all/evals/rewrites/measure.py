@@ -24,9 +24,8 @@ from zero2all.common.language import translate as t
 from zero2all.evals.items import CODE, WRITTEN, Item, Task
 from zero2all.evals.judge import Z95, FormResult, JudgeOptions, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
-from zero2all.evals.rewrites.list import Chain, ShotRewrite, chosen_rewrites
+from zero2all.evals.rewrites.list import Chain, ShotRewrite
 from zero2all.evals.rewrites.options import HARDEST
-from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 DOES_NOT_FIT = "the rewrite does not fit"
@@ -308,13 +307,6 @@ def forms_words(row: Mapping[str, Any]) -> str:
 
 
 # Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics.
-
-
-def rewrite_section(
-    engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], options: JudgeOptions
-) -> dict[str, Any]:
-    """The section `rewrites` of a report."""
-    return {"tasks": measure_rewrites(engine, tasks, chosen_rewrites(questions.rewrites), options)}
 
 
 def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:

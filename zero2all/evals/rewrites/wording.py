@@ -10,10 +10,10 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item, proposed
+from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item, language_of, proposed
 from zero2all.evals.ngrams import simplified_of
 from zero2all.evals.rewrites.base import Rewrite, of_choices, with_options
-from zero2all.evals.rewrites.options import labelled, language_of, listed_for_writing
+from zero2all.evals.rewrites.options import labelled, listed_for_writing
 
 IRRELEVANT = {
     "en": ("Tom is wearing a red coat today.", "It rained a little in the morning.", "The shop closes at six."),
