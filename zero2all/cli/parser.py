@@ -36,7 +36,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return super()._fill_text(fitted(text, width), width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help and t(action.help)
+        return action.help and t(action.help).replace("%", "%%")  # argparse would fill it in
 
     def add_text(self, text: str | None) -> None:
         """A description, or an example with its notes."""

@@ -86,7 +86,9 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["pair_results"] = [asdict(result) for result in compared.results]
         report["pairs_skipped"] = compared.skipped
     if options.tasks is not None:
-        asking = judge_options(loaded, options.tasks)
+        same = ("forms", "shots", "limit", "run_code", "samples", "think_tokens")
+        chat = functools.partial(chat_prompt, loaded) if options.tasks.chat else None
+        asking = JudgeOptions(**{name: getattr(options.tasks, name) for name in same}, chat=chat)
         report["tasks"] = task_section(engine, options.tasks, tasks, asking, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
@@ -250,13 +252,6 @@ NOT_ISOLATED = (
     "  The programs were NOT isolated: this kernel lacks Landlock and mount namespaces, or seccomp. Checks in Python "
     "held them, which stop accidents, not attacks. Run such code in a virtual machine."
 )
-
-
-def judge_options(loaded: LoadedModel, questions: TaskQuestions) -> JudgeOptions:
-    """How the tasks are asked."""
-    same = ("forms", "shots", "limit", "run_code", "samples", "think_tokens")
-    chat = functools.partial(chat_prompt, loaded) if questions.chat else None
-    return JudgeOptions(**{name: getattr(questions, name) for name in same}, chat=chat)
 
 
 def task_section(
