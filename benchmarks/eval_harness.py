@@ -47,7 +47,7 @@ from zero2all.common.progress import say, show_log
 from zero2all.common.workspace import open_workspace
 from zero2all.evals.forms import Shots, cloze
 from zero2all.evals.items import CONTINUE, Item, Task
-from zero2all.evals.scorer import Question, score_questions
+from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.engine import Engine
 from zero2all.infer.load import LoadedModel, load_model
 from zero2all.measure.clock import wait_for
@@ -169,6 +169,16 @@ def without_refused(pairs: Sequence[Pair], engine: Engine) -> list[Pair]:
     return [pair for pair, one, whole in zip(pairs, both[::2], both[1::2], strict=True) if len(whole) > len(one)]
 
 
+def apart_of(questions: Sequence[Question], engine: Engine) -> dict[Pair, float]:
+    """The exact values of the requests whose question has a token across the border of context and continuation."""
+    return {
+        (question.prompt, continuation): each.logprob
+        for question, scored in zip(questions, score_questions(engine, questions), strict=True)
+        for continuation, each in zip(question.continuations, scored, strict=False)
+        if isinstance(each, Scored) and each.spans_border
+    }
+
+
 # ---- log-likelihoods ---------------------------------------------------------------------------------------------
 
 
@@ -186,13 +196,15 @@ def compare_values(loaded: LoadedModel, folder: Path, tasks: Sequence[Task]) -> 
         values = dict(zip(pairs, ours.loglikelihood(requests_of(pairs), disable_tqdm=True), strict=True))
         asked = without_refused(list(values), ours.engine)
         beside = dict(zip(asked, theirs.loglikelihood(requests_of(asked), disable_tqdm=True), strict=True))
-        apart = {(each.context, each.continuation): each for each in ours.border_spans}
+        apart = apart_of(questions, ours.engine)
         plain = [pair for pair in asked if pair not in apart]
         differences = [abs(values[pair][0] - beside[pair][0]) for pair in plain]
-        for pair, each in apart.items():
+        for pair, exact in apart.items():
             if pair in values:
                 hf = beside[pair][0] if pair in beside else None
-                three = {"exact": each.logprob, "lm_eval_on_ours": each.lm_eval_logprob, "hf": hf}
+                pieces = ours._encode_pair(*pair)  # as lm-eval cuts them; no ids of the continuation: it stops there
+                own = ours._loglikelihood_tokens([(None, *pieces)])[0][0] if pieces[1] else None
+                three = {"exact": exact, "lm_eval_on_ours": own, "hf": hf}
                 spans.append({"language": task.name, "context_end": pair[0][-24:], "continuation": pair[1], **three})
         rows[task.name] = {
             "items": len(questions), "requests": len(values), "compared": len(plain),
@@ -242,7 +254,7 @@ def compare_speed(name: str, loaded: LoadedModel, folder: Path, questions: list[
             score = partial(model.loglikelihood, requests, disable_tqdm=True)
             took, values[who] = timed(score, device)
             times[who].append(took)
-    apart = {(each.context, each.continuation) for each in ours.border_spans}
+    apart = apart_of(questions, engine)
     differences = [
         abs(one[0] - other[0])
         for pair, one, other in zip(pairs, values["ours"], values["hf"], strict=True)

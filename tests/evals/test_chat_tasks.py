@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from zero2all.evals.chat_tasks import KINDS, ask_chat, chat_task, judge_answer
-from zero2all.evals.suites import fixed_items
+from zero2all.evals.chat_tasks import KINDS, chat_task, judge_answer
+from zero2all.evals.suites import ask_task, fixed_items
 from zero2all.infer.engine import Engine
 from zero2all.track.reader import RunReader
 
@@ -76,7 +76,7 @@ def test_rules(right, is_right, is_wrong):
 def asked(bigram, logits, name, answer_of, max_seq_len=4096):
     """The result of a model that answers each item so."""
     loaded, task = bigram(logits, max_seq_len), chat_task(name)
-    engine, texts = Engine(loaded), [loaded.tokenizer.encode_text(answer_of(item)) for item in task.items]
+    engine, texts = Engine(loaded), [loaded.tokenizer.encode_text(answer_of(item)) for item in fixed_items(task.items)]
 
     def choose(_, rows, ahead=0):
         """The next token of each answer, whatever the model prefers, and its end."""
@@ -84,7 +84,7 @@ def asked(bigram, logits, name, answer_of, max_seq_len=4096):
         return torch.tensor([each[len(row.new_ids)] for each, row in zip(answers, rows, strict=True)]), None
 
     engine._choose = choose
-    return ask_chat(loaded, engine, task)
+    return ask_task(engine, task, "chat", loaded)
 
 
 def test_a_model_that_answers_right_gets_1_and_habits_get_nothing(bigram, logits):
@@ -101,10 +101,9 @@ def test_a_model_that_answers_right_gets_1_and_habits_get_nothing(bigram, logits
 def test_an_item_without_room_in_the_context_is_wrong_and_counted(bigram, logits):
     found = asked(bigram, logits, "refusal-en", lambda _: "No.", max_seq_len=90)
     told = {item.id: item.extra["right"]["refuses"] == ["True"] for item in chat_task("refusal-en").items}
-    without = [each for each in found.per_item if each.note]
-    assert found.skipped == {"longer than the context": len(without)}
-    assert 0 < len(without) < found.items == 48
-    assert {(each.correct, each.chance) for each in without} == {(False, 0.0)}
+    assert found.skipped == {"longer than the context": found.items - len(found.per_item)}
+    assert 0 < len(found.per_item) < found.items == 48
+    assert found.accuracy == sum(each.correct for each in found.per_item) / 48
     assert all(each.correct == told[each.id] for each in found.per_item if each.written == "No.")
 
 

@@ -14,7 +14,7 @@ from zero2all.evals import probes as probing
 from zero2all.evals.options import OWN_PAIRS, OWN_PROBES
 from zero2all.evals.probes import Answers, ProbeResult, compare_pairs, run_probes, summarize
 from zero2all.evals.question_files import MAX_FOILS, Pair, Probe, read_pairs, read_probes
-from zero2all.evals.report import _probe_line
+from zero2all.evals.report import report_lines
 from zero2all.infer.engine import Engine
 
 BEIJING = Probe(id="a", channel="zh", family="capital", prompt="中国的首都是", answer="北京")
@@ -89,9 +89,11 @@ def test_there_is_no_share_where_there_are_no_foils(trained):
     (result,) = run_probes(Engine(trained), [BEIJING]).results
     assert 0 < result.probability <= 1
     assert result.share_among_foils is None
-    alone = summarize(Answers([result], {}))["channels"]["zh"]
+    found = summarize(Answers([result], {}))
+    alone = found["channels"]["zh"]
     assert "share_among_foils" not in {**alone, **alone["groups"]["capital"]}
-    assert "capital" in _probe_line("capital", alone)
+    lines = report_lines({"run": "r", "step": 1, "held_out": {}, "documents": {}, "probes": found})
+    assert any(line.startswith("    capital ") for line in lines)
     probe = dataclasses.replace(BEIJING, id="2", foils=["巴黎"])
     with_foils = dataclasses.replace(result, probe=probe, share_among_foils=0.5)
     assert summarize(Answers([result, with_foils], {}))["share_among_foils"] == 0.5

@@ -91,7 +91,8 @@ def _tasks(arguments: argparse.Namespace) -> TaskQuestions:
 
     same = ("data", "forms", "shots", "limit", "run_code", "samples", "think_tokens", "chat", "rewrites")
     given = {name: getattr(arguments, name) for name in same if name in arguments}
-    return TaskQuestions(files_of(arguments.tasks), **given, made=made_tasks(arguments.tasks))
+    files, made = _files_and_made(arguments.tasks)
+    return TaskQuestions(files, **given, made=made)
 
 
 def _file(given: str | None, workspace: Workspace, name: str) -> Path | None:
@@ -417,22 +418,15 @@ def names(text: str) -> tuple[str, ...]:
 TYPES["names"] = names
 
 
-def files_of(wanted: Sequence[str]) -> tuple[str, ...]:
-    """The names of tasks that are read from files."""
-    from zero2all.quickstart.world.questions import QUIZ_NAME
-
-    return tuple(name for name in wanted if name != QUIZ_NAME)
-
-
-def made_tasks(wanted: Sequence[str]) -> tuple[Task, ...]:
-    """The tasks that need no files: the quiz of the quickstart's small world."""
+def _files_and_made(wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[Task, ...]]:
+    """The names of tasks that are read from files; and those that need none: the quiz of the quickstart's world."""
     from zero2all.quickstart.world.questions import QUIZ_NAME, quiz_tasks
 
     if QUIZ_NAME not in wanted:
-        return ()
+        return tuple(wanted), ()
     from zero2all.quickstart.pipeline import WORLD_SEED
 
-    return tuple(quiz_tasks(WORLD_SEED))
+    return tuple(name for name in wanted if name != QUIZ_NAME), tuple(quiz_tasks(WORLD_SEED))
 
 
 def named_tasks(wanted: Sequence[str], data: Path) -> list[Task]:
@@ -440,9 +434,8 @@ def named_tasks(wanted: Sequence[str], data: Path) -> list[Task]:
     from zero2all.evals.tasks.list import read_searched, read_tasks
 
     paths = [name for name in wanted if ("/" in name or Path(name).is_file()) and Path(name).exists()]
-    from_files = files_of([name for name in wanted if name not in paths])
-    tasks = [*(read_tasks(data, from_files) if from_files else ()), *map(read_searched, map(Path, paths))]
-    return [*tasks, *made_tasks(wanted)]
+    files, made = _files_and_made([name for name in wanted if name not in paths])
+    return [*(read_tasks(data, files) if files else ()), *map(read_searched, map(Path, paths)), *made]
 
 
 def look_for(workspace: Workspace, tasks: Sequence[Task], engine: EngineConfig) -> None:

@@ -13,10 +13,12 @@ import json
 import os
 import re
 import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from string import Formatter
+from typing import Any
 
 LANGUAGES = ("en", "zh")
 LANGUAGE_VARIABLE = "Z2A_LANG"
@@ -65,6 +67,27 @@ def flush_right(text: str, width: int) -> str:
 def columns(text: str) -> int:
     """How many columns of a terminal the text takes."""
     return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
+
+
+def table_lines(heading: str | Sequence[str], rows: Sequence[str | Sequence[str]], least: int = 24) -> list[str]:
+    """A table with a heading such as `task | form | items`: names are set left, figures right. A row that is a text is
+    a note on the row before it. `least`: columns of a terminal that the names take at least."""
+    titles = heading.split(" | ") if isinstance(heading, str) else heading
+    body = [[f"  {row[0]}", *row[1:]] for row in rows if not isinstance(row, str)]
+    aligned = []
+    for number, column in enumerate(zip(titles, *body, strict=True)):
+        has_words = number == 0 or any(map(str.isalpha, "".join(column[1:])))
+        width = max(0 if number else least, *map(columns, column))
+        aligned.append([(padded if has_words else flush_right)(cell, width) for cell in column])
+    lines = ("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
+    return [next(lines), *(row if isinstance(row, str) else next(lines) for row in rows)]
+
+
+def cells(values: Mapping[str, Any], formats: Mapping[str, str]) -> list[str]:
+    """Some figures as cells of a table: a pair as an interval, and nothing for one that is not there."""
+    found = [(values.get(name), how) for name, how in formats.items()]
+    several = [(value if isinstance(value, list | tuple) else [value], how) for value, how in found]
+    return ["" if each[0] is None else " … ".join(format(one, how) for one in each) for each, how in several]
 
 
 @dataclass

@@ -13,22 +13,13 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero2all.common import jsonio, yamlio
-from zero2all.common.progress import progress
 from zero2all.evals.answers import number_in
-from zero2all.evals.items import Item, Task
+from zero2all.evals.items import CHAT_FORM, Item, Task
 
-if TYPE_CHECKING:
-    from zero2all.evals.judge import FormResult
-    from zero2all.infer.engine import Engine
-    from zero2all.infer.load import LoadedModel
-
-CHAT_FORM = "chat"
 KINDS = ("format", "yes-no", "refusal", "arithmetic", "memory", "language")
-MOST_NEW_TOKENS = 192
 HAN = r"[\u3400-\u9fff]"
 
 
@@ -53,37 +44,6 @@ def chat_task(name: str) -> Task:
                 more: tuple[Any, ...] = (language, kind, "\n".join(turns[:-1]), {"turns": turns, "right": right})
                 items.append(Item(f"{place}.{number}.{wording}", turns[-1], (), None, str(right), *more))
     return Task(name, language, tuple(items), forms=(CHAT_FORM,), default_shots=0)
-
-
-def ask_chat(loaded: "LoadedModel", engine: "Engine", task: Task) -> "FormResult":
-    """What the model answers, greedily, and what of it is right. An item without room in the context is wrong."""
-    from zero2all.evals.judge import TOO_LONG, FormResult, ItemResult, wilson  # loads torch
-    from zero2all.infer.chat import chat_prompt
-    from zero2all.infer.engine import PromptTooLongError
-    from zero2all.infer.text import TextRequest, complete, engine_request
-    from zero2all.tokenizer.chat import Message
-
-    judged, asked = [], []
-    for item in task.items:
-        talk = [Message(("user", "assistant")[number % 2], turn) for number, turn in enumerate(item.extra["turns"])]
-        prompt = chat_prompt(loaded, talk, "template")
-        request = TextRequest(prompt.prompt, MOST_NEW_TOKENS, stop=prompt.stop, end_ids=prompt.end_ids)
-        try:
-            engine_request(engine, request)
-            asked.append((item, prompt, request))
-        except PromptTooLongError:
-            judged.append(ItemResult(item.id, correct=False, note=TOO_LONG))
-    skipped = {TOO_LONG: len(judged)} if judged else {}
-    with progress(f"{task.name} {CHAT_FORM}", total=len(asked), unit="step") as bar:
-        for number, text, _ in complete(engine, [request for *_, request in asked]):
-            item, prompt, _ = asked[number]
-            correct, chance = judge_answer(prompt.read(text).text, item.extra["right"])
-            judged.append(ItemResult(item.id, correct, written=text, chance=chance))
-            bar.advance(1)
-    right, count = sum(bool(each.correct) for each in judged), len(judged)
-    problems = tuple(f"{task.name} {CHAT_FORM} {each.id}: {each.note}" for each in judged if each.note)
-    found = (problems, fmean(each.chance for each in judged), right / count, wilson(right, count), None, 0, judged)
-    return FormResult(task.name, task.language, CHAT_FORM, 0, count, skipped, *found)
 
 
 def judge_answer(answer: str, right: dict[str, list[str]]) -> tuple[bool, float]:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ import numpy as np
 from zero2all.common.engine import EngineConfig, OnBytes, TaskEngine, open_engine
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json, write_json
+from zero2all.common.language import cells, table_lines
 from zero2all.common.language import translate as t
 from zero2all.common.manifest import fingerprint
 from zero2all.common.progress import progress, say
@@ -109,11 +110,6 @@ class ItemGrams:
     of_item: list[list[CorpusPart]]
     following: dict[GramKey, dict[int, list[Following]]]
     """By the key and the hash of a short question."""
-
-    @property
-    def count(self) -> int:
-        """How many different grams there are."""
-        return sum(len(found) for key, found in self.hashes.items() if key.length != WHOLE)
 
 
 def grams_of_items(benchmarks: Sequence[Sequence[Item]]) -> ItemGrams:
@@ -255,10 +251,6 @@ def _followed(
     return (np.array([item for item, _ in found], np.int64), np.array([place for _, place in found], np.int64))
 
 
-_kept_matchers: dict[Path, tuple[list[Matcher], dict[GramKey, dict[int, list[Following]]]]] = {}
-"""Of this process: making the filters takes longer than a small piece."""
-
-
 def scan_piece(task: ScanTask) -> Pairs:
     """Look for all grams in some documents."""
     matchers, following = _matchers(task.grams)
@@ -310,35 +302,24 @@ def _pairs(found: Sequence[tuple[np.ndarray, np.ndarray] | np.ndarray]) -> np.nd
     return pairs[:, is_new]
 
 
+@lru_cache(maxsize=1)  # making the filters takes longer than a small piece
 def _matchers(folder: Path) -> tuple[list[Matcher], dict[GramKey, dict[int, list[Following]]]]:
-    if folder not in _kept_matchers:
-        _kept_matchers.clear()
-        hashes, anchors = _load_grams(folder / GRAMS_FOLDER), _load_grams(folder / ANCHORS_FOLDER)
-        matchers = [
-            Matcher(anchor, {key: found for key, found in hashes.items() if anchor_of(key) == anchor}, beginnings)
-            for anchor, beginnings in anchors.items()
-        ]
-        following: dict[GramKey, dict[int, list[Following]]] = {}
-        for kind, length, short, item, runs in read_json(folder / FOLLOWING_NAME):
-            whole = Following(item, tuple((length, run) for length, run in runs))
-            following.setdefault(GramKey(kind, length), {}).setdefault(short, []).append(whole)
-        _kept_matchers[folder] = matchers, following
-    return _kept_matchers[folder]
-
-
-def _save_grams(folder: Path, hashes: Mapping[GramKey, np.ndarray]) -> None:
-    folder.mkdir()
-    for key, values in hashes.items():
-        if key.length != WHOLE:
-            np.save(folder / f"{key.kind}-{key.length}.npy", values)
+    """Of this process."""
+    hashes, anchors = _load_grams(folder / GRAMS_FOLDER), _load_grams(folder / ANCHORS_FOLDER)
+    matchers = [
+        Matcher(anchor, {key: found for key, found in hashes.items() if anchor_of(key) == anchor}, beginnings)
+        for anchor, beginnings in anchors.items()
+    ]
+    following: dict[GramKey, dict[int, list[Following]]] = {}
+    for kind, length, short, item, runs in read_json(folder / FOLLOWING_NAME):
+        whole = Following(item, tuple((length, run) for length, run in runs))
+        following.setdefault(GramKey(kind, length), {}).setdefault(short, []).append(whole)
+    return matchers, following
 
 
 def _load_grams(folder: Path) -> dict[GramKey, np.ndarray]:
-    found = {}
-    for kind in RUN_LENGTHS:
-        for path in sorted(folder.glob(f"{kind}-*.npy")):
-            found[GramKey(kind, int(path.stem.partition("-")[2]))] = np.load(path, mmap_mode="r")
-    return found
+    paths = [(kind, path) for kind in RUN_LENGTHS for path in sorted(folder.glob(f"{kind}-*.npy"))]
+    return {GramKey(kind, int(path.stem.partition("-")[2])): np.load(path, mmap_mode="r") for kind, path in paths}
 
 
 def find_contamination(
@@ -371,14 +352,14 @@ def find_contamination(
         if config.kind == "local" and config.workers is None and total < SMALL_BYTES:
             config = EngineConfig("local", 1)
         with progress("contamination", total=total, unit="B") as bar, open_engine(config, PRELOADED) as opened:
-            found = _counted(grams, _scan(scans, opened, bar.advance))
+            pairs = _scan(scans, opened, bar.advance)
     report: dict[str, Any] = {
         "rules": RULES,
         "corpus": _corpus_fingerprint(sources),
         "bytes": total,
         "seconds": round(time.monotonic() - started, 3),
-        "grams": grams.count,
-        "tasks": _of_tasks(tasks, grams, found, workspace.corpus),
+        "grams": sum(len(each) for key, each in grams.hashes.items() if key.length != WHOLE),
+        "tasks": _of_tasks(tasks, grams, pairs, workspace.corpus),
     }
     before = read_contamination(workspace)
     if before is not None:
@@ -392,8 +373,11 @@ def _saved(grams: ItemGrams, root: Path) -> Iterator[Path]:
     """A folder below `root` with the grams, for the workers."""
     with TemporaryDirectory(prefix=".grams-", dir=root) as name:
         folder = Path(name)
-        _save_grams(folder / GRAMS_FOLDER, grams.hashes)
-        _save_grams(folder / ANCHORS_FOLDER, grams.anchors)
+        for below, of_keys in ((GRAMS_FOLDER, grams.hashes), (ANCHORS_FOLDER, grams.anchors)):
+            (folder / below).mkdir()
+            for key, values in of_keys.items():
+                if key.length != WHOLE:
+                    np.save(folder / below / f"{key.kind}-{key.length}.npy", values)
         rows = [
             [*key, short, *whole]
             for key, of_key in grams.following.items()
@@ -402,7 +386,7 @@ def _saved(grams: ItemGrams, root: Path) -> Iterator[Path]:
         ]
         write_json(folder / FOLLOWING_NAME, rows)
         yield folder
-        _kept_matchers.clear()
+        _matchers.cache_clear()
 
 
 def _scan(scans: Sequence[ScanTask], engine: TaskEngine, on_bytes: OnBytes = None) -> Pairs:
@@ -412,17 +396,6 @@ def _scan(scans: Sequence[ScanTask], engine: TaskEngine, on_bytes: OnBytes = Non
         for key, found in piece.items():
             pairs.setdefault(key, []).append(found)
     return {key: _pairs(found) for key, found in pairs.items()}
-
-
-def _counted(grams: ItemGrams, pairs: Pairs) -> dict[GramKey, tuple[np.ndarray, np.ndarray]]:
-    """For every gram the number of documents that contain it, and the lowest gid of them."""
-    found = {}
-    for key, hashes in grams.hashes.items():
-        places, gids = pairs.get(key, np.zeros((2, 0), np.uint64))
-        first = np.full(len(hashes), NO_GID, np.uint64)
-        np.minimum.at(first, places.astype(np.int64), gids)
-        found[key] = np.bincount(places.astype(np.int64), minlength=len(hashes)), first
-    return found
 
 
 def against(tasks: Sequence[Task]) -> tuple[str, Callable[..., tuple[np.ndarray, Any]]]:
@@ -447,42 +420,37 @@ def _contaminated(
     with _saved(grams, folder) as saved:
         scans = [ScanTask(part[0], 0, part[0].stat().st_size, *part[1:3], saved, part[3]) for part in parts]
         pairs = {key: found[:, stays[found[1]]] for key, found in _scan(scans, engine).items()}
-    found = _counted(grams, pairs)
     report: dict[str, Any] = {task.name: {} for task in tasks}
     dropped = [np.zeros(0, np.int64)]
     items = ((task, item) for task in tasks for item in task.items)
     for (task, item), of_item in zip(items, grams.of_item, strict=True):
-        strong = [part for part in of_item if not part.is_weak and _hit(part, found)[0] >= LEAST_SHARE]
-        documents = [pairs[part.key][1, np.isin(pairs[part.key][0], part.places)] for part in strong]
-        if documents:
-            dropped.append(np.unique(np.concatenate(documents)).astype(np.int64))
+        hits = [_hit(part, pairs) for part in of_item if not part.is_weak]
+        if strong := [hit.documents for hit in hits if hit.share >= LEAST_SHARE]:
+            dropped.append(np.unique(np.concatenate(strong)).astype(np.int64))
             report[task.name][item.id] = {"records": len(dropped[-1]), "gids": gids[dropped[-1][:20]].tolist()}
     contaminated = np.unique(np.concatenate(dropped))
     return contaminated, {"rules": RULES, "records": len(contaminated), "dirty_items": report}
 
 
-def _of_tasks(
-    tasks: Sequence[Task], grams: ItemGrams, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]], corpus: Path
-) -> dict[str, Any]:
+def _of_tasks(tasks: Sequence[Task], grams: ItemGrams, pairs: Pairs, corpus: Path) -> dict[str, Any]:
     numbers: dict[str, int] = read_json(corpus / "sources.json")
     names = {number: name for name, number in numbers.items()}
     result: dict[str, Any] = {}
-    position = 0
+    of_items = iter(grams.of_item)
     for task in tasks:
         dirty: dict[str, dict[str, Any]] = {}
         weak: dict[str, dict[str, Any]] = {}
         for item in task.items:
-            hits = [(part, *_hit(part, found)) for part in grams.of_item[position]]
-            position += 1
-            strong = [hit for hit in hits if hit[1] >= LEAST_SHARE and not hit[0].is_weak]
-            if counted := strong or [hit for hit in hits if hit[1] and hit[0].is_weak]:
-                gid = min(gid for *_, gid in counted)
+            hits = [_hit(part, pairs) for part in next(of_items)]
+            strong = [hit for hit in hits if hit.share >= LEAST_SHARE and not hit.part.is_weak]
+            if counted := strong or [hit for hit in hits if hit.share and hit.part.is_weak]:
+                gid = min(int(hit.documents.min()) for hit in counted)
                 (dirty if strong else weak)[item.id] = {
                     "gid": None if gid == NO_GID else gid,
                     "source": names.get(gid >> 40),
-                    "documents": max(documents for *_, documents, _ in counted),
-                    "found": sorted({part.name for part, *_ in counted}),
-                    "share": round(max(share for _, share, *_ in counted), 4),
+                    "documents": max(hit.most_documents for hit in counted),
+                    "found": sorted({hit.part.name for hit in counted}),
+                    "share": round(max(hit.share for hit in counted), 4),
                     **({} if strong else {"weak": True}),
                 }
         result[task.name] = {
@@ -496,11 +464,22 @@ def _of_tasks(
     return result
 
 
-def _hit(part: CorpusPart, found: Mapping[GramKey, tuple[np.ndarray, np.ndarray]]) -> tuple[float, int, int]:
-    """For one part of an item: the share of its grams that were found, the most documents that contain one of them, the
-    lowest gid."""
-    documents, first = (each[part.places] for each in found[part.key])
-    return float((documents > 0).mean()), int(documents.max()), int(first.min())
+class Hit(NamedTuple):
+    """A part of an item in the text."""
+
+    part: CorpusPart
+    share: float
+    """Of its grams, those that were found."""
+    most_documents: int
+    """That contain the same gram."""
+    documents: np.ndarray
+
+
+def _hit(part: CorpusPart, pairs: Pairs) -> Hit:
+    places, documents = pairs.get(part.key, np.zeros((2, 0), np.uint64))
+    first, end = (np.searchsorted(places, part.places.astype(np.uint64), side) for side in ("left", "right"))
+    found = np.concatenate([documents[one:other] for one, other in zip(first, end, strict=True)])
+    return Hit(part, float((end > first).mean()), int((end - first).max()), found)
 
 
 def task_fingerprint(task: Task) -> str:
@@ -518,15 +497,11 @@ def read_contamination(workspace: Workspace) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     report: dict[str, Any] = read_json(path)
-    if not isinstance(report, dict) or report.get("corpus") != _corpus_fingerprint(corpus_sources(workspace.corpus)):
+    corpus = _corpus_fingerprint(corpus_sources(workspace.corpus))
+    if not isinstance(report, dict) or (report.get("corpus"), report.get("rules")) != (corpus, RULES):
         say(
-            f"{path} was made for another corpus than the current one, so it is not used. "
+            f"{path} was made for another corpus, or with the rules of an earlier version, so it is not used. "
             f"Search again: z2a pack --against"
-        )
-        return None
-    if report.get("rules") != RULES:
-        say(
-            f"{path} was made with the rules of an earlier version, so it is not used. Search again: z2a pack --against"
         )
         return None
     return report
@@ -564,8 +539,10 @@ def split_words(split: Mapping[str, Any]) -> str:
 
 def contamination_lines(report: Mapping[str, Any]) -> list[str]:
     """The report for a terminal."""
-    lines = [t("contamination                      items     dirty   share   weak hits")]
+    rows = []
     for name, found in report["tasks"].items():
         share = found["dirty"] / found["items"] if found["items"] else 0.0
-        lines.append(f"  {name:<28} {found['items']:>9,} {found['dirty']:>9,} {share:>7.1%} {found['weak']:>11,}")
-    return lines
+        rows.append(
+            [name, *cells({**found, "share": share}, {"items": ",", "dirty": ",", "share": ".1%", "weak": ","})]
+        )
+    return table_lines(t("contamination | items | dirty | share | weak hits"), rows)

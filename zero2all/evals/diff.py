@@ -15,9 +15,10 @@ from typing import Any
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.files import read_json_object
-from zero2all.common.language import columns, padded
+from zero2all.common.language import cells, table_lines
 from zero2all.common.language import translate as t
 from zero2all.common.workspace import Workspace
+from zero2all.evals.judge import Z95
 from zero2all.evals.rewrites.measure import mean_gap
 from zero2all.evals.signal import read_reports
 from zero2all.evals.tasks.list import SHARED_FOLDERS
@@ -26,7 +27,6 @@ Key = tuple[str, str]
 """What was asked, and how."""
 Answers = dict[str, tuple[float, float]]
 """By id: right (0 or 1, or partial credit) and 1; or bits and bytes."""
-Z95 = 1.959964
 
 
 def report_of(workspace: Workspace, name: str) -> tuple[str, dict[str, Any]]:
@@ -117,20 +117,14 @@ def diff_lines(one: str, other: str, rows: list[dict[str, Any]]) -> list[str]:
     """The rows for a terminal."""
     if not rows:
         return [t("Nothing was asked of both: evaluate them with the same --tasks, --probes or --pairs.")]
-    width = max(16, *(columns(row["name"]) for row in rows))
-    lines = [t(f"{other} against {one}, the same items"), ""]
-    lines.append(
-        f"{' ' * (width + 2)} " + t("form             items      first     second  difference  (95 %)               p")
-    )
+    shown = []
     for row in rows:
-        shown, low_high = ("{:.4f}", "{:+.4f}") if row["form"] == "bits" else ("{:.1%}", "{:+.1%}")
-        low, high = map(low_high.format, row["interval"])
-        figures = [shown.format(row["one"]), shown.format(row["other"]), low_high.format(row["difference"])]
-        mark = "" if row["interval"][0] <= 0 <= row["interval"][1] else " *"
-        lines.append(
-            f"  {padded(row['name'], width)} {row['form']:<15} {row['items']:>6,} {figures[0]:>10} {figures[1]:>10} "
-            f"{figures[2]:>11}  {f'{low} … {high}':<19} {row['p']:>6.3f}{mark}"
-        )
+        how = ".4f" if row["form"] == "bits" else ".1%"
+        formats = {"form": "", "items": ",", "one": how, "other": how, "difference": f"+{how}", "interval": f"+{how}"}
+        mark = " " if row["interval"][0] <= 0 <= row["interval"][1] else "*"
+        shown.append([row["name"], *cells(row, formats), f"{row['p']:.3f} {mark}"])
+    heading = t("name | form | items | first | second | difference | (95 %) | p")
+    lines = [t(f"{other} against {one}, the same items"), "", *table_lines(heading, shown)]
     clear = sum(not row["interval"][0] <= 0 <= row["interval"][1] for row in rows)
     by_luck = len(rows) / 20
     lines.append(t(f"* {clear} of {len(rows)} differ beyond their interval; by luck about {by_luck:.1f} would."))

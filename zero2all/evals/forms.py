@@ -21,7 +21,7 @@ from itertools import islice
 from typing import Any
 
 from zero2all.evals.answers import MARKERS, shown_labels
-from zero2all.evals.items import BLANK, CODE, CONTINUE, LABELS, QUESTION, SENTENCE, Item, Task, proposed
+from zero2all.evals.items import BLANK, CODE, CONTINUE, LABELS, QUESTION, SENTENCE, Item, Task, language_of, proposed
 from zero2all.evals.scorer import Question
 from zero2all.tokenizer.chat import Message
 
@@ -58,8 +58,8 @@ class PromptedItem:
 
 
 def wording_of(item: Item) -> Wording:
-    """Words in the item's language; code is asked for in English."""
-    return WORDINGS.get(item.language, WORDINGS["en"])
+    """Words in the item's language."""
+    return WORDINGS[language_of(item)]
 
 
 def cloze(item: Item, shots: Sequence[Item]) -> PromptedItem:
@@ -113,8 +113,11 @@ class Writing:
 
 
 def conversation(writing: Writing) -> list[Message]:
-    """The same as messages: the examples are turns, and the question says what the answer is to look like."""
-    language, marker = _language(writing.item), MARKERS[_language(writing.item)]
+    """The same as messages: the examples are turns, and the question says what the answer is to look like. An item may
+    be a conversation itself."""
+    if "turns" in writing.item.extra:
+        return [Message(("user", "assistant")[n % 2], turn) for n, turn in enumerate(writing.item.extra["turns"])]
+    language, marker = language_of(writing.item), MARKERS[language_of(writing.item)]
     is_thought = bool(writing.asked[-1][1])
     if is_thought:
         how = f"先想一想，最后写“{marker}”和答案。" if language == "zh" else f"Think first, then end with: {marker} ..."
@@ -130,13 +133,15 @@ def conversation(writing: Writing) -> list[Message]:
 CODE_STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n@", "\nassert ", "\n```")
 """A function ends where something else begins at the left margin."""
 STOPS = ("\n\n", "\nQuestion:", "\n问题：")
-ANSWER_TOKENS, SOLUTION_TOKENS, CODE_TOKENS = 64, 320, 512
+ANSWER_TOKENS, CHAT_TOKENS, SOLUTION_TOKENS, CODE_TOKENS = 64, 192, 320, 512
 
 
 def generate(item: Item, shots: Sequence[Item], labels: str = LABELS) -> Writing:
     """The item as a text to be continued by the model itself."""
     if item.shape == CODE:
         return Writing(item, ((item.question, ""),), CODE_STOPS, CODE_TOKENS)
+    if "turns" in item.extra:
+        return Writing(item, (), (), CHAT_TOKENS)
     asked = [(_listing(shot, labels), _given(shot, labels)) for shot in shots]
     most = SOLUTION_TOKENS if "number" in item.extra else ANSWER_TOKENS
     return Writing(item, (*asked, (_listing(item, labels), "")), STOPS, most)
@@ -145,14 +150,10 @@ def generate(item: Item, shots: Sequence[Item], labels: str = LABELS) -> Writing
 def think(item: Item, shots: Sequence[Item], labels: str = LABELS, most: int = SOLUTION_TOKENS) -> Writing:
     """The item to be thought about first: the examples do so, and end with the marker and the answer."""
     asked = [(_listing(shot, labels), _reasoned(shot, item.language, labels)) for shot in shots]
-    return Writing(item, (*asked, (_listing(item, labels), THOUGHTS[_language(item)])), STOPS, most)
+    return Writing(item, (*asked, (_listing(item, labels), THOUGHTS[language_of(item)])), STOPS, most)
 
 
 THOUGHTS = {"en": " Let us think step by step.", "zh": "先想一想。"}
-
-
-def _language(item: Item) -> str:
-    return "zh" if item.language == "zh" else "en"
 
 
 def _listing(item: Item, labels: str) -> str:
@@ -180,7 +181,7 @@ def _reasoned(shot: Item, language: str, labels: str) -> str:
 def thought_examples(item: Item, shots: Sequence[Item], count: int) -> list[Item]:
     """Examples with a way to the answer: those of the task that have one, else ours, as many as are asked for."""
     own = [shot for shot in shots if shot.extra.get("reasoning")]
-    ours = [each for each in THOUGHT if each.language == _language(item) and bool(each.golds) <= bool(item.golds)]
+    ours = [each for each in THOUGHT if each.language == language_of(item) and bool(each.golds) <= bool(item.golds)]
     if not item.choices:
         ours = [replace(each, choices=(), gold=None) for each in ours]
     return (own or ours[:: -1 if item.golds else 1])[:count]
@@ -219,7 +220,7 @@ THOUGHT = (
 
 def each_option(item: Item) -> list[Question]:
     """Every option proposed by itself: is it right? The two texts that may follow are yes and no."""
-    yes_no = ("对", "错") if _language(item) == "zh" else (" True", " False")
+    yes_no = ("对", "错") if language_of(item) == "zh" else (" True", " False")
     return [Question(_open(replace(item, question=proposed(item, choice))), yes_no) for choice in item.choices]
 
 

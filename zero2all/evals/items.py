@@ -12,6 +12,8 @@ from zero2all.common.errors import UsageError
 
 FORMS = ("cloze", "choice", "bits", "generate", "think")
 """Ways to ask an item: see `forms.py`."""
+CHAT_FORM = "chat"
+"""Beside them, of the tasks in `chat_tasks.py` alone: what is answered in a conversation, judged by rules."""
 WRITTEN = ("generate", "think")
 """Forms in which the model writes; the others compare likelihoods."""
 
@@ -55,13 +57,19 @@ class Item:
     """A passage before the question."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What only this kind of item has: the tests of HumanEval, other right answers (`aliases`), `number`: the answer
-    as a number, `reasoning`: the way to it, `labels`: those that the question lists its options with, `golds`."""
+    as a number, `reasoning`: the way to it, `labels`: those that the question lists its options with, `golds`; of a
+    conversation its `turns` and the rules of a `right` answer."""
     shape: str = QUESTION
 
     @property
     def golds(self) -> tuple[int, ...]:
         """Numbers of all right choices, where there may be several; else none."""
         return tuple(self.extra.get("golds", ()))
+
+
+def language_of(item: Item) -> str:
+    """The language of words that we put around an item: code is asked for in English."""
+    return "zh" if item.language == "zh" else "en"
 
 
 def proposed(item: Item, choice: str) -> str:

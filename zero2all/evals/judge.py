@@ -21,14 +21,15 @@ from zero2all.common.errors import UsageError
 from zero2all.common.progress import progress, say
 from zero2all.evals import forms as ways
 from zero2all.evals.answers import credit, majority, read_answer, right_answers
+from zero2all.evals.chat_tasks import judge_answer
 from zero2all.evals.forms import PromptedItem, Writing
-from zero2all.evals.items import BEST, CODE, CONTINUE, FORMS, LABELS, WRITTEN, Item, Task, check_forms
+from zero2all.evals.items import BEST, CHAT_FORM, CODE, CONTINUE, FORMS, LABELS, WRITTEN, Item, Task, check_forms
 from zero2all.evals.sandbox import SandboxLimits, program_of, run_program
 from zero2all.evals.scorer import Question, Scored, score_questions
 from zero2all.infer.chat import ChatPrompt
 from zero2all.infer.engine import Engine
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.text import TextRequest, complete, engine_request
+from zero2all.infer.text import TextRequest, complete_all, engine_request
 from zero2all.tokenizer.chat import Message
 
 SUMMED = {
@@ -157,7 +158,7 @@ def judge(engine: Engine, tasks: Sequence[Task], options: JudgeOptions | None = 
             results += _in_form_of_examples(engine, task, options)
             continue
         asking = _TaskJudge(engine, task, options)
-        for form in FORMS:
+        for form in (*FORMS, CHAT_FORM):
             if form in task.forms and (form != "think" if options.forms is None else form in options.forms):
                 results += asking.ask(form)
     return results
@@ -259,13 +260,13 @@ class _TaskJudge:
 
     def ask(self, form: str) -> list[FormResult]:
         """The results of a form; cloze has two, compared per byte and by PMI."""
-        if form in WRITTEN:
-            return [self._write(form)]
-        return {"cloze": self._cloze, "choice": self._choice, "bits": self._bits}[form]()
+        compared = {"cloze": self._cloze, "choice": self._choice, "bits": self._bits}
+        return compared[form]() if form in compared else [self._write(form)]
 
     def _cloze(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "cloze")
-        asked = [ways.cloze(*each) for each in left_out.with_one_answer(left_out.with_choices(self.items))]
+        items = left_out.fitting(self.items, NO_CHOICES, lambda item: item.choices)
+        asked = [ways.cloze(*each) for each in left_out.fitting(items, SEVERAL, lambda item: not item.golds)]
         plain: list[ItemResult] = []
         by_pmi: list[ItemResult] = []
         without: list[Item] = []  # a text to be continued has no prompt that says nothing
@@ -292,7 +293,7 @@ class _TaskJudge:
     def _choice(self) -> list[FormResult]:
         left_out = _LeftOut(self.task, "choice")
         fitting, several = [], []
-        for item, shots in left_out.with_choices(self.items):
+        for item, shots in left_out.fitting(self.items, NO_CHOICES, lambda item: item.choices):
             if item.golds:
                 several.append(PromptedItem(item, tuple(ways.each_option(item)), None, False))
             elif max(len(each.choices) for each in (item, *shots)) > len(self.labels):
@@ -325,7 +326,7 @@ class _TaskJudge:
             left_out.counts.subtract(self.task.skipped)
             del left_out.counts[NO_CHOICES]
             items = [(item, shots) for item, shots in self.items if not item.choices]
-        items = left_out.with_one_answer(items)
+        items = left_out.fitting(items, SEVERAL, lambda item: not item.golds)
         for each, scored, _ in self._scored([ways.gold(*each) for each in items], left_out):
             bits, size, spans = _of_gold(each, scored)
             correct = scored[0].is_greedy if each.item.shape == CONTINUE and not each.item.choices else None
@@ -374,8 +375,7 @@ class _TaskJudge:
     def _written(self, writings: Sequence[Writing], left_out: _LeftOut) -> list[tuple[Writing, list[str]]]:
         """What was written for each item that could be asked, as often as samples are drawn."""
         requests: list[TextRequest] = []
-        kept: list[tuple[Writing, list[str]]] = []
-        readers: list[Callable[[str], str]] = []
+        kept: list[tuple[Writing, Callable[[str], str]]] = []
         samples = self.options.samples
         for number, writing in enumerate(writings):
             try:
@@ -384,19 +384,18 @@ class _TaskJudge:
             except UsageError as error:
                 left_out.add(writing.item, TOO_LONG, str(error))
                 continue
-            kept.append((writing, [""] * samples))
-            readers.append(reader)
-            if samples == 1:
-                requests.append(request)
-                continue
-            for draw in range(samples):
+            kept.append((writing, reader))
+            for draw in range(samples) if samples > 1 else ():
                 seed = int.from_bytes(blake2b(f"{self.options.seed} {number} {draw}".encode(), digest_size=6).digest())
                 requests.append(replace(request, sampling=Sampling(self.options.temperature, seed=seed)))
+            requests += [request] if samples == 1 else []
         with progress(f"{self.task.name} {left_out.form}", total=len(requests), unit="step") as bar:
-            for number, text, _ in complete(self.engine, requests):
-                kept[number // samples][1][number % samples] = readers[number // samples](text)
-                bar.advance(1)
-        return kept
+            texts = complete_all(self.engine, requests, bar)
+        firsts = range(0, len(texts), samples)
+        return [
+            (writing, [reader(text) for text in texts[first : first + samples]])
+            for first, (writing, reader) in zip(firsts, kept, strict=True)
+        ]
 
     def _request(self, writing: Writing) -> tuple[TextRequest, Callable[[str], str]]:
         """What is asked of the engine, and what takes the answer out of the text: an assistant's may begin with a
@@ -409,6 +408,9 @@ class _TaskJudge:
 
     def _read(self, writing: Writing, texts: Sequence[str], is_thought: bool) -> ItemResult:
         item = writing.item
+        if "right" in item.extra:
+            correct, chance = judge_answer(texts[0], item.extra["right"])
+            return ItemResult(item.id, correct, written=texts[0], chance=chance)
         if item.shape != CODE:
             answers = [read_answer(item, text, self.labels, is_thought) for text in texts]
             given = majority(answers)
@@ -459,19 +461,14 @@ class _LeftOut:
         self.counts[reason] += 1
         self.problems.append(f"{self.task.name} {self.form} {item.id}: {detail or reason}")
 
-    def with_choices(self, items: Sequence[tuple[Item, tuple[Item, ...]]]) -> list[tuple[Item, tuple[Item, ...]]]:
-        """Those that have choices; the others are noted."""
+    def fitting(
+        self, items: Sequence[tuple[Item, tuple[Item, ...]]], reason: str, is_fitting: Callable[[Item], Any]
+    ) -> list[tuple[Item, tuple[Item, ...]]]:
+        """Those items, with their examples, that fit; the others are noted."""
         for item, _ in items:
-            if not item.choices:
-                self.add(item, NO_CHOICES)
-        return [(item, shots) for item, shots in items if item.choices]
-
-    def with_one_answer(self, items: Sequence[tuple[Item, tuple[Item, ...]]]) -> list[tuple[Item, tuple[Item, ...]]]:
-        """Those that cannot have several right options; the others are noted."""
-        for item, _ in items:
-            if item.golds:
-                self.add(item, SEVERAL)
-        return [(item, shots) for item, shots in items if not item.golds]
+            if not is_fitting(item):
+                self.add(item, reason)
+        return [(item, shots) for item, shots in items if is_fitting(item)]
 
 
 def _reason(words: str) -> str:

@@ -3,7 +3,7 @@
 The harness asks for log P(continuation | context) of texts, for log P(text), and for text to be written. All three go
 to the engine at once, which makes its own batches and computes what requests have in common only once. Where a token
 spans the border of context and continuation, the harness gets the exact value (see `scorer`), not the one that its own
-way of cutting tokens would give; both are kept in `border_spans`.
+way of cutting tokens would give; `border_spans` counts them.
 
 Only for Python's that have lm-eval: `require_lm_eval` says how to get it.
 """
@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import BadInputError, UsageError
+from zero2all.common.language import table_lines
+from zero2all.common.language import translate as t
 from zero2all.common.progress import progress
-from zero2all.evals.scorer import Question, Scored, score_questions
+from zero2all.evals.scorer import Question, score_questions
 from zero2all.infer.boundary import opening_id
 from zero2all.infer.engine import Engine
 from zero2all.infer.sampling import Sampling
-from zero2all.infer.text import TextRequest, complete
+from zero2all.infer.text import TextRequest, complete_all
 
 if TYPE_CHECKING or find_spec("lm_eval"):
     from lm_eval.api.model import TemplateLM
@@ -35,18 +36,6 @@ QUESTIONS_AT_ONCE = 4096
 """Questions whose tokens are held at once."""
 DEFAULT_NEW_TOKENS = 256
 """What a task that does not say how much may be written gets, as in lm-eval's own models."""
-
-
-@dataclass(frozen=True)
-class BorderSpan:
-    """A request where a token spans the border, or that shares its question with one."""
-
-    context: str
-    continuation: str
-    logprob: float
-    lm_eval_logprob: float | None
-    """What lm-eval's own way gives: after the tokens of the context, those of the whole text from there on, though the
-    two do not fit together. None: no token is left, where lm-eval's own models stop with an AssertionError."""
 
 
 def require_lm_eval() -> None:
@@ -62,11 +51,11 @@ class HarnessModel(TemplateLM):
     """A model in our engine, as lm-eval wants it. One process: rank 0 of 1."""
 
     def __init__(self, engine: Engine) -> None:
-        require_lm_eval()
         super().__init__()
         self.engine = engine
         self._device = engine.device
-        self.border_spans: list[BorderSpan] = []
+        self.border_spans = 0
+        """Requests where a token spans the border, or that share their context with one."""
         self.cut = 0
         """Requests that were longer than the model's context, and lost their beginning, as lm-eval does it."""
         self.empty = 0
@@ -120,10 +109,12 @@ class HarnessModel(TemplateLM):
         with progress("log-likelihoods", len(questions), "question", quiet=disable_tqdm) as bar:
             for first in range(0, len(questions), QUESTIONS_AT_ONCE):
                 group = questions[first : first + QUESTIONS_AT_ONCE]
-                answers = score_questions(self.engine, group, bar)
-                self.border_spans += self._border_spans(group, answers)
-                for question, scored in zip(group, answers, strict=True):
-                    found += self._of_question(question, scored)
+                for question, scored in zip(group, score_questions(self.engine, group, bar), strict=True):
+                    if isinstance(scored, str):
+                        found += [self._unusual(question.prompt, each) for each in question.continuations]
+                    else:
+                        found += [(each.logprob, each.is_greedy) for each in scored]
+                        self.border_spans += sum(each.spans_border for each in scored)
         for request, answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, answer)
         return found
@@ -151,35 +142,13 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """What the model writes after each context, up to one of its stop strings."""
         asked = [self._to_write(*request.args) for request in requests]
-        written = [""] * len(requests)
         with progress("texts", len(requests), "request", quiet=disable_tqdm) as bar:
-            for number, text, _ in complete(self.engine, asked):
-                written[number] = text
-                bar.advance(1)
+            written = complete_all(self.engine, asked, bar)
         for request, text in zip(requests, written, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return written
 
     # Their parts -----------------------------------------------------------------------------------------------------
-
-    def _of_question(self, question: Question, scored: list[Scored] | str) -> list[tuple[float, bool]]:
-        if isinstance(scored, str):
-            return [self._unusual(question.prompt, continuation) for continuation in question.continuations]
-        return [(each.logprob, each.is_greedy) for each in scored]
-
-    def _border_spans(self, questions: list[Question], answers: list[list[Scored] | str]) -> list[BorderSpan]:
-        spans = [
-            (question.prompt, continuation, each.logprob)
-            for question, scored in zip(questions, answers, strict=True)
-            for continuation, each in zip(question.continuations, scored, strict=False)
-            if isinstance(each, Scored) and each.spans_border
-        ]
-        pairs = [(None, *self._encode_pair(context, continuation)) for context, continuation, _ in spans]
-        values = self._loglikelihood_tokens(pairs)
-        return [
-            BorderSpan(*span, value if pair[2] else None)
-            for span, pair, (value, _) in zip(spans, pairs, values, strict=True)
-        ]
 
     def _unusual(self, context: str, continuation: str) -> tuple[float, bool]:
         """One continuation of a question that cannot be scored whole."""
@@ -252,7 +221,6 @@ def run_harness(
 ) -> dict[str, Any]:
     """Run lm-eval's own tasks, or those of the folder `include`, on a model; returns lm-eval's results and, beside
     them, what was unusual. Without a network, unless HF_DATASETS_OFFLINE=0 is set."""
-    require_lm_eval()
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # before `datasets` is imported
     from lm_eval import simple_evaluate
 
@@ -268,7 +236,7 @@ def run_harness(
         "versions": found["versions"],
         "shots": found["n-shot"],
         "samples": found["n-samples"],
-        "border_spans": [asdict(each) for each in model.border_spans],
+        "border_spans": model.border_spans,
         "cut": model.cut,
         "empty": model.empty,
     }
@@ -292,17 +260,13 @@ def _tasks_of(names: Sequence[str], include: Path | None) -> Any:
     quarter of a minute."""
     from lm_eval.tasks import TaskManager
 
-    if include is None:
-        return _with_all(TaskManager(), names, None)
-    if not include.is_dir():
-        raise BadInputError(f"There is no folder {include} with tasks of lm-eval.")
-    own = TaskManager(include_path=str(include), include_defaults=False)
-    if all(own.match_tasks([name]) for name in names):
-        return own
-    return _with_all(TaskManager(include_path=str(include)), names, include)
-
-
-def _with_all(manager: Any, names: Sequence[str], include: Path | None) -> Any:
+    if include is not None:
+        if not include.is_dir():
+            raise BadInputError(f"There is no folder {include} with tasks of lm-eval.")
+        own = TaskManager(include_path=str(include), include_defaults=False)
+        if all(own.match_tasks([name]) for name in names):
+            return own
+    manager = TaskManager(include_path=None if include is None else str(include))
     missing = [name for name in names if not manager.match_tasks([name])]
     if missing:
         where = "lm-eval" if include is None else f"lm-eval and {include}"
@@ -314,24 +278,20 @@ def _with_all(manager: Any, names: Sequence[str], include: Path | None) -> Any:
 
 def harness_lines(found: dict[str, Any]) -> list[str]:
     """The results for a terminal."""
-    lines = ["task                               metric               value      stderr   items  shots"]
+    rows = []
     for task, values in found["results"].items():
         for name, value in values.items():
             metric, _, kind = name.partition(",")
-            if not isinstance(value, int | float) or not kind or metric.endswith("_stderr"):
-                continue
-            error = values.get(f"{metric}_stderr,{kind}")
-            shown = f"{error:>11.4f}" if isinstance(error, float) else f"{'-':>11}"
-            items = found["samples"].get(task, {}).get("effective", "-")
-            lines.append(f"{task:<34} {metric:<16} {value:>9.4f} {shown} {items:>7} {found['shots'].get(task, '-'):>6}")
-    spans = found["border_spans"]
-    if spans:
-        known = [each for each in spans if each["lm_eval_logprob"] is not None]
-        largest = max((abs(each["logprob"] - each["lm_eval_logprob"]) for each in known), default=0.0)
+            if isinstance(value, int | float) and kind and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{kind}")
+                shown = [f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "-"]
+                items = found["samples"].get(task, {}).get("effective", "-")
+                rows.append([task, metric, *shown, str(items), str(found["shots"].get(task, "-"))])
+    lines = table_lines(t("task | metric | value | stderr | items | shots"), rows)
+    if found["border_spans"]:
         lines.append(
-            f"{len(spans):,} requests whose question has a token across the border of context and continuation: scored "
-            f"exactly; lm-eval's own value differs by up to {largest:.2f} nats, and it has none for "
-            f"{len(spans) - len(known):,}"
+            f"{found['border_spans']:,} requests whose question has a token across the border of context and "
+            f"continuation: scored exactly"
         )
     if found["cut"]:
         lines.append(f"{found['cut']:,} requests were longer than the model's context and lost their beginning")

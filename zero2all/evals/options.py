@@ -110,7 +110,8 @@ def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptio
     if is_coming:
         problems = _problems_of(lambda: workspace.existing_run(name))
     else:
-        problems = _problems_of(lambda: _check_checkpoint(workspace.existing_run(name), step))
+        run = workspace.existing_run
+        problems = _problems_of(lambda: require_checkpoint(run(name), chosen_step(run(name), step)))
     problems += _problems_of(lambda: read_manifest(workspace.tokenizer, "tokenizer", "z2a tokenizer train"))
     problems += _problems_of(lambda: _check_corpus(workspace.corpus, options))
     if options.probes is not None:
@@ -124,10 +125,6 @@ def check_inputs(workspace: Workspace, name: str, step: Step, options: EvalOptio
     if problems:
         lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
         raise BadInputError(f"{name} cannot be evaluated. Problems found: {len(problems)}.\n{lines}")
-
-
-def _check_checkpoint(run: Path, step: Step) -> None:
-    require_checkpoint(run, chosen_step(run, step))
 
 
 def _problems_of(check: Callable[[], Any]) -> list[str]:
@@ -156,38 +153,23 @@ def _check_corpus(corpus: Path, options: EvalOptions) -> None:
 # Text files that a person names, to be scored one by one. No torch here.
 
 
-LONGEST_CHARACTER = 4
-"""Bytes of UTF-8."""
-
-
 def text_files(places: Sequence[Path]) -> dict[str, Path]:
     """The files in these places by name: files themselves, and all files below folders but hidden ones; each once."""
     found: dict[str, Path] = {}
     for place in places:
         given = {path.resolve() for path in found.values()}
         if place.is_file():
-            if place.resolve() not in given:
-                found[place.name if place.name not in found else str(place)] = place
-            continue
-        if not place.is_dir():
-            raise BadInputError(
-                f"There is no text file or folder {place}. Give --text a file or a folder of text files."
-            )
-        inside = [path for path in sorted(place.rglob("*")) if path.is_file() and not _is_hidden(path, place)]
+            inside = {place.name if place.name not in found else str(place): place}
+        else:
+            below = {path: path.relative_to(place) for path in sorted(place.rglob("*")) if path.is_file()}
+            is_hidden = {path for path, name in below.items() if any(part.startswith(".") for part in name.parts)}
+            inside = {os.path.join(place.name, below[path]): path for path in below if path not in is_hidden}  # noqa: PTH118
         if not inside:
             raise BadInputError(
-                f"The folder {place} has no files to score. Give --text a file or a folder of text files."
+                f"There is no text file {place}, nor a folder with any. Give --text a file or a folder of text files."
             )
-        found |= {
-            os.path.join(place.name, path.relative_to(place)): path  # noqa: PTH118
-            for path in inside
-            if path.resolve() not in given
-        }
+        found |= {name: path for name, path in inside.items() if path.resolve() not in given}
     return found
-
-
-def _is_hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
 def read_text(path: Path, max_bytes: int) -> tuple[str, bool] | str:
@@ -195,7 +177,7 @@ def read_text(path: Path, max_bytes: int) -> tuple[str, bool] | str:
     falls between characters, and there is at least one."""
     try:
         with open(path, "rb") as file:
-            data = file.read(max_bytes + LONGEST_CHARACTER)
+            data = file.read(max_bytes + 4)  # a character has at most 4 bytes
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     is_whole = len(data) <= max_bytes
@@ -205,17 +187,8 @@ def read_text(path: Path, max_bytes: int) -> tuple[str, bool] | str:
         return "is UTF-16: convert it with iconv -f UTF-16 -t UTF-8"
     if b"\0" in data:
         return "is not text (it has zero bytes)"
-    end = min(max_bytes, len(data))
-    while end > 0 and not is_whole and _is_inside_character(data[end]):
-        end -= 1
-    if end == 0:  # the first character is longer than the limit
-        end = next((n for n in range(1, len(data)) if not _is_inside_character(data[n])), len(data))
+    decoder = codecs.getincrementaldecoder("utf-8")
     try:
-        return data[:end].decode("utf-8"), is_whole
+        return decoder().decode(data[:max_bytes], is_whole) or decoder().decode(data)[:1], is_whole
     except UnicodeDecodeError:
         return "is not UTF-8"
-
-
-def _is_inside_character(byte: int) -> bool:
-    """Whether a byte of UTF-8 goes on with the character before it."""
-    return byte & 0b1100_0000 == 0b1000_0000

@@ -125,32 +125,24 @@ def _means(results: list[ProbeResult]) -> dict[str, Any]:
     def of_questions(value: Callable[[ProbeResult], float]) -> list[float]:
         return [fmean(map(value, wordings)) for wordings in questions]
 
+    found = [[one.share_among_foils for one in wordings if one.share_among_foils is not None] for wordings in questions]
+    of_shares: dict[str, Any] = {}
+    if shares := [each for each in found if each]:
+        means = [fmean(each) for each in shares]
+        of_shares = {"share_among_foils": fmean(means), "share_interval": list(mean_interval(means))}
+        of_shares["share_range_of_wordings"] = fmean(map(_range, shares))
     logprobs = of_questions(lambda one: one.logprob)
     ranks = [result.rank for result in results if result.rank is not None]
     return {
         "accuracy": fmean(of_questions(lambda one: one.correct)),
         "probability": fmean(of_questions(lambda one: one.probability)),
-        **_share_means(questions),
+        **of_shares,
         "logprob": fmean(logprobs),
         "logprob_interval": list(mean_interval(logprobs)),
         "logprob_range_of_wordings": fmean(_range([one.logprob for one in wordings]) for wordings in questions),
         "median_rank": median(ranks) if ranks else None,
         "questions": len(questions),
         "probes": len(results),
-    }
-
-
-def _share_means(questions: list[list[ProbeResult]]) -> dict[str, Any]:
-    """The share among foils over the questions that have any; nothing where none has."""
-    found = [[one.share_among_foils for one in wordings if one.share_among_foils is not None] for wordings in questions]
-    shares = [each for each in found if each]
-    if not shares:
-        return {}
-    means = [fmean(each) for each in shares]
-    return {
-        "share_among_foils": fmean(means),
-        "share_interval": list(mean_interval(means)),
-        "share_range_of_wordings": fmean(map(_range, shares)),
     }
 
 

@@ -10,7 +10,7 @@ import codecs
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -88,11 +88,8 @@ class Probe:
 
 def read_probes(path: Path) -> list[Probe]:
     """Read a probes file: YAML by its name, else one JSON object a line. The error names the places."""
-    data = read_question_file(path, "probes")
-    if path.suffix in (".yaml", ".yml"):
-        return probes_of_families(load_yaml(data, path), path)
     problems: list[str] = []
-    probes = objects_of(data, Probe, problems)
+    probes = _members(path, "probes", Probe, _expanded, problems)
     for probe in probes:
         if "" in (*probe.golds, *probe.foils):
             problems.append(f"{probe.id}: an answer or a foil is empty")
@@ -112,6 +109,20 @@ def read_question_file(path: Path, kind: str) -> bytes:
     if not data.strip():
         raise BadInputError(f"The {kind} file {path} is empty. Expected one JSON object a line, or YAML (*.yaml).")
     return data
+
+
+def _members(
+    path: Path,
+    what: str,
+    kind: type[Read],
+    of_yaml: Callable[[Any, int, list[str]], Iterable[Read]],
+    problems: list[str],
+) -> list[Read]:
+    """All probes or pairs of a file: YAML by its name, else one JSON object a line."""
+    data = read_question_file(path, what)
+    if path.suffix not in (".yaml", ".yml"):
+        return objects_of(data, kind, problems)
+    return [one for number, each in enumerate(load_yaml(data, path), 1) for one in of_yaml(each, number, problems)]
 
 
 def load_yaml(data: bytes, path: Path) -> list[Any]:
@@ -177,14 +188,6 @@ class _Fact:
     templates: list[str]
 
 
-def probes_of_families(families: list[Any], path: Path) -> list[Probe]:
-    """All families expanded; every problem is found before one error names them."""
-    problems: list[str] = []
-    probes = [probe for number, family in enumerate(families, 1) for probe in _expanded(family, number, problems)]
-    refuse(path, problems + repeated_ids(probes))
-    return probes
-
-
 def _expanded(family: Any, number: int, problems: list[str]) -> Iterator[Probe]:
     place = f"family {number}"
     if not isinstance(family, dict):
@@ -195,11 +198,7 @@ def _expanded(family: Any, number: int, problems: list[str]) -> Iterator[Probe]:
         problems.append(f"{place}: family and language must be texts")
         return
     place = f"{language}/{name}"
-    problems += [
-        f"{place}: {key} is not a field. {nearest_hint(str(key), FAMILY_FIELDS)}"
-        for key in family
-        if key not in FAMILY_FIELDS
-    ]
+    problems += _unknown_fields(place, family, FAMILY_FIELDS)
     facts = family.get("facts")
     if not isinstance(facts, dict) or not facts:
         problems.append(f"{place}: facts must be a mapping from what is asked about to the right answer")
@@ -225,6 +224,10 @@ def _expanded(family: Any, number: int, problems: list[str]) -> Iterator[Probe]:
             )
 
 
+def _unknown_fields(place: str, given: dict[Any, Any], known: Sequence[str]) -> list[str]:
+    return [f"{place}: {key} is not a field. {nearest_hint(str(key), known)}" for key in given if key not in known]
+
+
 def _facts_of(family: dict[str, Any], facts: dict[Any, Any], place: str, problems: list[str]) -> list[_Fact]:
     """The table of a family. A row is a gold answer; or a list of it and its foils; or a mapping."""
     rows: list[_Fact] = []
@@ -233,11 +236,7 @@ def _facts_of(family: dict[str, Any], facts: dict[Any, Any], place: str, problem
         row = value if isinstance(value, dict) else {"gold": value}
         if isinstance(value, list):
             row = {"gold": value[:1], "foils": value[1:]}
-        problems += [
-            f"{where}: {key} is not a field. {nearest_hint(str(key), FACT_FIELDS)}"
-            for key in row
-            if key not in FACT_FIELDS
-        ]
+        problems += _unknown_fields(where, row, FACT_FIELDS)
         gold = _texts(row.get("gold", []), f"{where}: gold", problems)
         foils = _texts(row.get("foils", family.get("foils", [])), f"{where}: foils", problems)
         templates = _texts(row.get("templates", family.get("templates", [])), f"{where}: templates", problems)
@@ -311,14 +310,8 @@ class Pair:
 
 def read_pairs(path: Path) -> list[Pair]:
     """Read a file of pairs: YAML by its name, else one JSON object a line; all problems are named at once."""
-    data = read_question_file(path, "pairs")
     problems: list[str] = []
-    if path.suffix in (".yaml", ".yml"):
-        found = [
-            pair for number, kind in enumerate(load_yaml(data, path), 1) for pair in _of_kind(kind, number, problems)
-        ]
-    else:
-        found = objects_of(data, Pair, problems)
+    found = _members(path, "pairs", Pair, _of_kind, problems)
     problems += [
         f"{pair.id}: right and wrong must be two different texts"
         for pair in found

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.language import columns, flush_right, padded
+from zero2all.common.language import cells, table_lines
 from zero2all.common.language import translate as t
 from zero2all.common.progress import say, terminal_safe
 from zero2all.common.workspace import Workspace
@@ -17,7 +17,8 @@ from zero2all.evals.options import EvalOptions, report_path, text_files, write_r
 from zero2all.evals.perplexity import Windows, file_bits_per_byte, held_out_bits_per_byte, held_out_rows
 from zero2all.evals.probes import compare_pairs, run_probes, summarize, summarize_pairs
 from zero2all.evals.question_files import read_pairs, read_probes
-from zero2all.evals.rewrites.measure import rewrite_figures, rewrite_lines, rewrite_section
+from zero2all.evals.rewrites.list import chosen_rewrites
+from zero2all.evals.rewrites.measure import measure_rewrites, rewrite_figures, rewrite_lines
 from zero2all.evals.sandbox import is_isolated, protection
 from zero2all.evals.suites import SUITES, VERSION, SuiteQuestions, ask_task, mean_score
 from zero2all.evals.tasks.list import TaskQuestions
@@ -85,11 +86,14 @@ def judge_checkpoint(loaded: LoadedModel, workspace: Workspace, options: EvalOpt
         report["pair_results"] = [asdict(result) for result in compared.results]
         report["pairs_skipped"] = compared.skipped
     if options.tasks is not None:
-        asking = judge_options(loaded, options.tasks)
+        same = ("forms", "shots", "limit", "run_code", "samples", "think_tokens")
+        chat = functools.partial(chat_prompt, loaded) if options.tasks.chat else None
+        asking = JudgeOptions(**{name: getattr(options.tasks, name) for name in same}, chat=chat)
         report["tasks"] = task_section(engine, options.tasks, tasks, asking, read_contamination(workspace))
         report["tasks_unread"] = unread
         if options.tasks.rewrites:
-            report["rewrites"] = rewrite_section(engine, options.tasks, tasks, asking)
+            chains = chosen_rewrites(options.tasks.rewrites)
+            report["rewrites"] = {"tasks": measure_rewrites(engine, tasks, chains, asking)}
     if options.suites is not None:
         report["suites"] = suite_section(engine, options.suites, read_contamination(workspace), loaded)
     return report
@@ -137,36 +141,46 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
     return values
 
 
+LOSSES = {"loss": ".4f", "bits_per_byte": ".4f", "gzip_bits_per_byte": ".4f"}
+PROBE_CELLS = {"accuracy": ".1%", "probability": ".3f", "share_among_foils": ".3f", "share_interval": ".3f"}
+PROBE_CELLS |= {"logprob": ".2f", "median_rank": ",.0f", "probes": ","}
+PAIR_CELLS = {"accuracy": ".1%", "interval": ".1%", "accuracy_per_byte": ".1%", "nats": "+.2f", "pairs": ","}
+STEP_CELLS = {"probes": {"accuracy": ".1%", "share_among_foils": ".3f", "logprob": ".2f"}, "pairs": {"accuracy": ".1%"}}
+
+
 def report_lines(report: dict[str, Any]) -> list[str]:
     """The report for a terminal."""
     lines = [t(f"{report['run']} at step {report['step']}")]
     if report["held_out"]:
         if "held_out_in_words" in report:  # an older report does not say
             lines += ["", t(report["held_out_in_words"])]
-        lines += ["", t("contiguous rows         loss   bits/byte   gzip -9     tokens      bytes")]
-        for channel, values in [*report["held_out"].items(), (t("all"), all_rows(report["held_out"]))]:
-            gzip = f"{values['gzip_bits_per_byte']:.4f}" if "gzip_bits_per_byte" in values else ""
-            lines.append(
-                f"  {padded(channel, 18)} {values['loss']:>8.4f} {values['bits_per_byte']:>10.4f} {gzip:>9} "
-                f"{values['tokens']:>10,.0f} {values['bytes']:>10,.0f}"
-            )
+        values = {**report["held_out"], t("all"): all_rows(report["held_out"])}
+        rows = [[name, *cells(each, {**LOSSES, "tokens": ",.0f", "bytes": ",.0f"})] for name, each in values.items()]
+        lines += ["", *table_lines(t("contiguous rows | loss | bits/byte | gzip -9 | tokens | bytes"), rows)]
     if report["documents"]:
-        lines += ["", t("each document whole     loss   bits/byte   gzip -9  documents      bytes")]
-    for channel, values in report["documents"].items():
-        lines.append(
-            f"  {padded(channel, 18)} {values['loss']:>8.4f} {values['bits_per_byte']:>10.4f} "
-            f"{values['gzip_bits_per_byte']:>9.4f} {values['documents']:>10,} {values['bytes']:>10,}"
-        )
-        lines += _unknown_lines(values)
-        for kind, bits in report.get("bits_per_weight", {}).items():
-            found = values[f"{kind}_bits_per_byte"]
-            cost = found - values["bits_per_byte"]
-            lines.append(t(f"    with {kind} weights {found:>9.4f}  ({cost:+.5f}; {bits:.2f} bits a weight)"))
-    lines += _position_lines(report["documents"])
-    lines += _text_lines(report) + _probe_lines(report) + _pair_lines(report)
+        lines += _document_lines(report) + _position_lines(report["documents"])
+    if "texts" in report:
+        lines += _text_lines(report)
+    if "probes" in report:
+        heading = t("probes | accuracy | P(answer) | among foils | (95 %) | log P | rank | asked")
+        lines += _channel_lines(report["probes"], heading, "groups", PROBE_CELLS)
+    if "pairs" in report:
+        heading = t("pairs (chance: 50 %) | accuracy | (95 %) | per byte | nats | pairs")
+        lines += _channel_lines(report["pairs"], heading, "kinds", PAIR_CELLS)
     for section, of_section in (("tasks", task_lines), ("suites", suite_lines), ("rewrites", rewrite_lines)):
         lines += of_section(report[section]) if section in report else []
     return lines
+
+
+def _document_lines(report: dict[str, Any]) -> list[str]:
+    rows: list[str | list[str]] = []
+    for channel, values in report["documents"].items():
+        rows += [[channel, *cells(values, {**LOSSES, "documents": ",", "bytes": ","})], *_unknown_lines(values)]
+        for kind, bits in report.get("bits_per_weight", {}).items():
+            found = values[f"{kind}_bits_per_byte"]
+            cost = found - values["bits_per_byte"]
+            rows.append(t(f"    with {kind} weights {found:.4f}  ({cost:+.5f}; {bits:.2f} bits a weight)"))
+    return ["", *table_lines(t("each document whole | loss | bits/byte | gzip -9 | documents | bytes"), rows)]
 
 
 def _unknown_lines(values: dict[str, Any]) -> list[str]:
@@ -187,113 +201,57 @@ def _position_lines(documents: dict[str, Any]) -> list[str]:
             ends[bucket["from"]] = max(bucket["to"], ends.get(bucket["from"], 0))
     if not losses:
         return []
-    lines = ["", t("loss by tokens before ") + "".join(f"{channel[:10]:>11}" for channel in documents)]
+    rows = []
     for first, found in sorted(losses.items()):
         name = f"{first:,}" if first == ends[first] else f"{first:,} {t('to')} {ends[first]:,}"
-        cells = (f"{found[channel]:>11.4f}" if channel in found else " " * 11 for channel in documents)
-        lines.append(f"  {padded(name, 20)}" + "".join(cells))
-    return lines
+        rows.append([name, *cells(found, dict.fromkeys(documents, ".4f"))])
+    return ["", *table_lines([t("loss by tokens before"), *documents], rows)]
 
 
 def _text_lines(report: dict[str, Any]) -> list[str]:
-    if "texts" not in report:
-        return []
-    lines = ["", t("text files                     bits/byte   gzip -9    loss     tokens      bytes")]
+    rows: list[str | list[str]] = []
     for name, values in report["texts"].items():
-        lines.append(
-            f"  {padded(terminal_safe(name), 28)} {values['bits_per_byte']:>9.4f} {values['gzip_bits_per_byte']:>9.4f} "
-            f"{values['loss']:>7.4f} {values['tokens']:>10,} {values['bytes']:>10,}"
-        )
-        lines += _unknown_lines(values)
+        found = cells(values, {**LOSSES, "tokens": ",", "bytes": ","})
+        rows += [[terminal_safe(name), *found], *_unknown_lines(values)]
         if not values.get("is_whole", True):
-            lines.append(t(f"    only its first {values['bytes']:,} bytes, because of --max-bytes"))
-    return lines + [t(f"  left out: {terminal_safe(name)} {why}") for name, why in report["texts_skipped"].items()]
+            rows.append(t(f"    only its first {values['bytes']:,} bytes, because of --max-bytes"))
+    rows += [t(f"  left out: {terminal_safe(name)} {why}") for name, why in report["texts_skipped"].items()]
+    return ["", *table_lines(t("text files | loss | bits/byte | gzip -9 | tokens | bytes"), rows)]
 
 
-def _probe_lines(report: dict[str, Any]) -> list[str]:
-    if "probes" not in report:
-        return []
-    lines = ["", t("probes                          accuracy   P(answer)  among foils (95 %)      log P   rank  asked")]
-    for channel, values in report["probes"]["channels"].items():
-        if "accuracy" in values:
-            lines.append(_probe_line(channel, values))
-        lines += [_probe_line(f"  {t(group)}", means) for group, means in values["groups"].items()]
-    return lines + _skipped_lines(report["probes"])
-
-
-def _probe_line(name: str, means: dict[str, Any]) -> str:
-    share = " " * 20
-    if "share_among_foils" in means:  # some foils were given
-        low, high = means["share_interval"]
-        share = f"{means['share_among_foils']:>8.3f} {low:.3f}-{high:.3f}"
-    rank = "-" if means["median_rank"] is None else f"{means['median_rank']:,.0f}"
-    return (
-        f"  {padded(terminal_safe(name), 28)} {means['accuracy']:>8.1%} {means['probability']:>11.3f} "
-        f"{share} {means['logprob']:>10.2f} {rank:>6} {means['probes']:>6}"
-    )
-
-
-def _pair_lines(report: dict[str, Any]) -> list[str]:
-    if "pairs" not in report:
-        return []
-    lines = ["", t("pairs (chance: 50 %)            accuracy        95 %   per byte         nats  pairs")]
-    for channel, values in report["pairs"]["channels"].items():
-        lines.append(_pair_line(channel, values))
-        lines += [_pair_line(f"  {kind}", found) for kind, found in values["kinds"].items()]
-    return lines + _skipped_lines(report["pairs"])
-
-
-def _pair_line(name: str, found: dict[str, Any]) -> str:
-    low, high = found["interval"]
-    return (
-        f"  {padded(terminal_safe(name), 28)} {found['accuracy']:>9.1%} {low:>6.1%}-{high:<6.1%} "
-        f"{found['accuracy_per_byte']:>8.1%} {found['nats']:>+12.2f} {found['pairs']:>6}"
-    )
-
-
-def _skipped_lines(summary: dict[str, Any]) -> list[str]:
-    return [t(f"  {times} left out: {why}") for why, times in summary["skipped"].items()]
+def _channel_lines(found: dict[str, Any], heading: str, part: str, formats: dict[str, str]) -> list[str]:
+    """Probes or pairs: the means of each channel, and below them those of its groups or kinds."""
+    rows: list[str | list[str]] = []
+    for channel, values in found["channels"].items():
+        rows += [[terminal_safe(channel), *cells(values, formats)]] if "accuracy" in values else []
+        rows += [[terminal_safe(f"  {t(name)}"), *cells(each, formats)] for name, each in values[part].items()]
+    rows += [t(f"  {times} left out: {why}") for why, times in found["skipped"].items()]
+    return ["", *table_lines(heading, rows)]
 
 
 def step_lines(reports: list[dict[str, Any]]) -> list[str]:
     """Several checkpoints of a run, a line each."""
     channels = list(dict.fromkeys(channel for report in reports for channel in report["held_out"]))
-    titles = [*(f"bpb {channel[:8]}" for channel in channels), "probes right", "among foils", "log P", "pairs right"]
-    suites = dict.fromkeys(name for report in reports for name in report.get("suites", {}))
-    titles += [f"  {name}" for name in suites]  # may be longer than the others
-    lines = [flush_right(t("step"), 8) + "  " + "".join(flush_right(t(title), 14) for title in titles)]
+    suites = list(dict.fromkeys(name for report in reports for name in report.get("suites", {})))
+    scores = [t(title) for title in ("probes right", "among foils", "log P", "pairs right")]
+    rows = []
     for report in reports:
-        bits = [report["held_out"].get(channel, {}).get("bits_per_byte") for channel in channels]
-        probes, pairs = report.get("probes", {}), report.get("pairs", {})
-        scores = {name: f"{found['score']:.1%}" for name, found in report.get("suites", {}).items()}
-        cells = [
-            *("" if value is None else f"{value:.4f}" for value in bits),
-            f"{probes['accuracy']:.1%}" if "accuracy" in probes else "",
-            f"{probes['share_among_foils']:.3f}" if "share_among_foils" in probes else "",
-            f"{probes['logprob']:.2f}" if "accuracy" in probes else "",
-            f"{pairs['accuracy']:.1%}" if "accuracy" in pairs else "",
-            *(scores.get(name, "").rjust(len(name) + 2) for name in suites),
-        ]
-        lines.append(f"{report['step']:>8,}  " + "".join(f"{cell:>14}" for cell in cells))
-    return lines
+        bits = {channel: found["bits_per_byte"] for channel, found in report["held_out"].items()}
+        found = {name: each["score"] for name, each in report.get("suites", {}).items()}
+        row = [f"{report['step']:,}", *cells(bits, dict.fromkeys(channels, ".4f"))]
+        row += [cell for section, formats in STEP_CELLS.items() for cell in cells(report.get(section, {}), formats)]
+        rows.append([*row, *cells(found, dict.fromkeys(suites, ".1%"))])
+    return table_lines([t("step"), *(f"bpb {name}" for name in channels), *scores, *suites], rows, least=10)
 
 
 # Benchmarks in the report of a checkpoint: the section `tasks`, its table and its metrics.
 
 
 PROBLEMS_SHOWN = 3
-LEAST_NAME_COLUMNS = 16
 NOT_ISOLATED = (
     "  The programs were NOT isolated: this kernel lacks Landlock and mount namespaces, or seccomp. Checks in Python "
     "held them, which stop accidents, not attacks. Run such code in a virtual machine."
 )
-
-
-def judge_options(loaded: LoadedModel, questions: TaskQuestions) -> JudgeOptions:
-    """How the tasks are asked."""
-    same = ("forms", "shots", "limit", "run_code", "samples", "think_tokens")
-    chat = functools.partial(chat_prompt, loaded) if questions.chat else None
-    return JudgeOptions(**{name: getattr(questions, name) for name in same}, chat=chat)
 
 
 def task_section(
@@ -340,23 +298,16 @@ def task_figures(section: dict[str, Any]) -> dict[str, float]:
     return figures
 
 
+RESULT_CELLS = {"form": "", "shots": "", "items": ",", "accuracy": ".1%", "chance": ".1%", "centred": ".1%"}
+RESULT_CELLS |= {"centred_interval": ".1%", "bits_per_byte": ".4f"}
+
+
 def _table(title: str, results: list[dict[str, Any]]) -> list[str]:
     """Results with their notes, a task and form each."""
-    width = max([LEAST_NAME_COLUMNS, *(columns(each["task"]) for each in results)])
-    figures = t("form       shots  items  accuracy  chance  above chance  (95 %)           bits/byte")
-    lines = ["", f"{padded(title, width + 2)} {figures}"]
+    rows: list[str | list[str]] = []
     for each in results:
-        accuracy = f"{each['accuracy']:>8.1%}  {each['chance']:>6.1%}" if each["accuracy"] is not None else " " * 16
-        above = f"{each['centred']:>12.1%}" if each["centred"] is not None else " " * 12
-        interval = ""
-        if each["centred_interval"] is not None:
-            low, high = each["centred_interval"]
-            interval = f"{low:.1%} … {high:.1%}"
-        bits = f"{each['bits_per_byte']:.4f}" if each["bits_per_byte"] is not None else ""
-        lines.append(
-            f"  {padded(each['task'], width)} {each['form']:<10} {each['shots']:>5} {each['items']:>6,}  {accuracy}  "
-            f"{above}  {interval:<16} {bits:>9}".rstrip()
-        )
+        chance = None if each["accuracy"] is None else each["chance"]
+        rows.append([each["task"], *cells({**each, "chance": chance}, RESULT_CELLS)])
         notes = [t(f"{count:,} skipped: {reason}") for reason, count in each["skipped"].items()]
         if each["chosen_on"]:
             notes.append(t(f"the form is the best of all on {each['chosen_on']:,} items of another split"))
@@ -369,9 +320,9 @@ def _table(title: str, results: list[dict[str, Any]]) -> list[str]:
             notes.append(t(f"{each['border_spans']:,} with a token across prompt and answer, scored exactly"))
         if "contamination" in each:
             notes.append(t(split_words(each["contamination"])))
-        if notes:
-            lines.append(f"    {'; '.join(notes)}")
-    return lines
+        rows += [f"    {'; '.join(notes)}"] if notes else []
+    figures = t("form | shots | items | accuracy | chance | above chance | (95 %) | bits/byte")
+    return ["", *table_lines(f"{title} | {figures}", rows)]
 
 
 def task_lines(section: dict[str, Any]) -> list[str]:

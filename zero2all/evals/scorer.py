@@ -44,13 +44,8 @@ class Scored:
     """Whether greedy decoding from the prompt's own tokens would write it."""
     ranks: tuple[int, ...] = ()
     """For each of its tokens, how many ids are likelier there."""
-    token_logprob: float | None = None
-    """Where a token spans the border: what counting the tokens after those of the prompt would give."""
-
-    @property
-    def spans_border(self) -> bool:
-        """Whether a token spans the border of the prompt with this continuation, or with another of its question."""
-        return self.token_logprob is not None
+    spans_border: bool = False
+    """A token spans the border of the prompt with this continuation, or with another of its question."""
 
 
 def score_questions(engine: Engine, questions: Sequence[Question], bar: Bar | None = None) -> list[list[Scored] | str]:
@@ -90,10 +85,8 @@ def score_questions(engine: Engine, questions: Sequence[Question], bar: Bar | No
     for number, row, start, score in zip(owners, rows, starts, scores, strict=True):
         answers = found[number]
         assert isinstance(answers, list), "only questions that can be scored have rows"
-        by_tokens = math.fsum(score.logprobs)
-        is_exact = number in exact
-        logprob, beside = (exact[number][len(answers)], by_tokens) if is_exact else (by_tokens, None)
-        answers.append(Scored(logprob, len(row) - start, not any(score.ranks), tuple(score.ranks), beside))
+        logprob = exact[number][len(answers)] if number in exact else math.fsum(score.logprobs)
+        answers.append(Scored(logprob, len(row) - start, not any(score.ranks), tuple(score.ranks), number in exact))
     return found
 
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from zero2all.common.errors import BadInputError
 from zero2all.common.files import read_json_object, write_json
-from zero2all.common.language import message
+from zero2all.common.language import cells, message, table_lines
 from zero2all.common.language import translate as t
 from zero2all.common.progress import terminal_safe
 from zero2all.train.checkpoints.layout import FOLDER_NAME
@@ -90,14 +90,9 @@ class ScoreCurve:
     chance: float | None = None
 
     @property
-    def field(self) -> str:
-        """The figure that it is."""
-        return self.name.rpartition("/")[2]
-
-    @property
     def kind(self) -> ScoreKind:
-        """What kind of figure it is."""
-        return KINDS.get(self.field, ScoreKind(is_better_high=True))
+        """What kind of figure it is, by the last word of its name."""
+        return KINDS.get(self.name.rpartition("/")[2], ScoreKind(is_better_high=True))
 
 
 def read_reports(run: Path) -> list[dict[str, Any]]:
@@ -222,13 +217,12 @@ def signal_lines(signals: Sequence[Signal]) -> list[str]:
         return []
     if all(signal.verdict == TOO_FEW for signal in signals):
         return ["", t(f"no verdict on the curves yet: {signals[0].reason}")]
-    lines = ["", t("which curves to believe                 Spearman   signal/noise   verdict")]
     shown = sorted(signals, key=lambda each: each.name.count("/"))
+    rows = []
     for signal in shown[:MOST_LINES]:
-        verdict = f"{t(signal.verdict)}: {t(signal.reason)}"
-        spearman = "-" if signal.spearman is None else f"{signal.spearman:+.2f}"
-        ratio = "-" if signal.signal_to_noise is None else f"{signal.signal_to_noise:.1f}"
-        lines.append(f"  {terminal_safe(signal.name):<38} {spearman:>7} {ratio:>14}   {verdict}")
+        figures = cells(asdict(signal), {"spearman": "+.2f", "signal_to_noise": ".1f"})
+        rows.append([terminal_safe(signal.name), *figures, f"{t(signal.verdict)}: {t(signal.reason)}"])
+    lines = ["", *table_lines(t("which curves to believe | Spearman | signal/noise | verdict"), rows)]
     if len(signals) > MOST_LINES:
         counts = Counter(signal.verdict for signal in shown[MOST_LINES:])
         rest = ", ".join(f"{times} {t(verdict)}" for verdict, times in counts.most_common())

@@ -14,14 +14,15 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from zero2all.common.errors import BadInputError, UsageError
 from zero2all.common.schema import nearest_hint
-from zero2all.evals.chat_tasks import CHAT_FORM, KINDS, ask_chat, chat_task
-from zero2all.evals.items import Item, Task
+from zero2all.evals.chat_tasks import KINDS, chat_task
+from zero2all.evals.items import CHAT_FORM, Item, Task
 from zero2all.evals.tasks.list import TaskQuestions, read_tasks
 
 if TYPE_CHECKING:
@@ -109,13 +110,16 @@ def fixed_items(items: Sequence[Item]) -> tuple[Item, ...]:
 
 def ask_task(engine: Engine, task: Task, form: str, loaded: LoadedModel | None = None) -> FormResult:
     """What the model makes of these items in this form. `loaded`: its template, for the form `chat`."""
-    if loaded is not None and form == CHAT_FORM:
-        return ask_chat(loaded, engine, task)
     from zero2all.evals.judge import JudgeOptions, judge, wilson  # loads torch
+    from zero2all.infer.chat import chat_prompt
 
     asked = replace(task, items=fixed_items(task.items), skipped={})
-    found = judge(engine, [asked], JudgeOptions((form,), shots=0))[0]
+    how = JudgeOptions((form,), shots=0)
+    if loaded is not None and form == CHAT_FORM:
+        how = JudgeOptions(shots=0, chat=partial(chat_prompt, loaded, frame="template"))
+    found = judge(engine, [asked], how)[0]
     chances = {item.id: 1 / len(item.choices) if item.choices else 0.0 for item in asked.items}
+    chances |= {each.id: each.chance for each in found.per_item}
     right = sum((chances | {each.id: float(bool(each.correct)) for each in found.per_item}).values())
     count, chance = len(chances), fmean(chances.values())
     return replace(found, items=count, chance=chance, accuracy=right / count, interval=wilson(right, count))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from zero2all.common.errors import BadInputError
-from zero2all.common.lock import Lock
 from zero2all.common.progress import say
 from zero2all.evals.options import report_path, write_report
 from zero2all.evals.report import figures
@@ -23,10 +22,6 @@ from zero2all.train.checkpoints.layout import checkpoint_folder, list_checkpoint
 from zero2all.train.checkpoints.retention import claim_step
 
 POLL_SECONDS = 5.0
-
-
-class LostClaimError(Exception):
-    """Another watcher has taken over the checkpoint that this one was evaluating."""
 
 
 @dataclass
@@ -100,26 +95,22 @@ class Watcher:
                 return False
             if self._done(step):  # by another watcher, since we looked
                 return True
+            started = time.monotonic()
             try:
-                self._evaluate(step, claim)
-            except LostClaimError:
-                self.say(f"step {step}: another watcher has taken over this step; the result found here is dropped")
+                report = self.evaluate(step)
             except Exception as error:
                 self._leave_out(step, error)
                 return False
+            if not claim.is_held():
+                self.say(f"step {step}: another watcher has taken over this step; the result found here is dropped")
+                return True
+            self._metrics = self._metrics or MetricsWriter(self.run, writer="eval")
+            self._metrics.log(figures(report), report["step"], report.get("tokens", 0))
+            write_report(report_path(self.run, report["step"]), report, self.say)
+            self.evaluated.append(step)
+            self.on_report(report)
+            self.say(f"step {step}: evaluated in {time.monotonic() - started:.1f} s")
             return True
-
-    def _evaluate(self, step: int, claim: Lock) -> None:
-        started = time.monotonic()
-        report = self.evaluate(step)
-        if not claim.is_held():
-            raise LostClaimError
-        self._metrics = self._metrics or MetricsWriter(self.run, writer="eval")
-        self._metrics.log(figures(report), report["step"], report.get("tokens", 0))
-        write_report(report_path(self.run, report["step"]), report, self.say)
-        self.evaluated.append(step)
-        self.on_report(report)
-        self.say(f"step {step}: evaluated in {time.monotonic() - started:.1f} s")
 
     def _leave_out(self, step: int, error: Exception) -> None:
         """A checkpoint that is gone or damaged ends nothing; any other error is for the caller."""

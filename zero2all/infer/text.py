@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from zero2all.common.errors import UsageError
+from zero2all.common.progress import Bar
 from zero2all.infer.boundary import heal, opening_id
 from zero2all.infer.engine import Engine
 from zero2all.infer.job import ChosenToken, Job, Request
@@ -160,6 +161,15 @@ def complete(engine: Engine, requests: Sequence[TextRequest]) -> Iterator[tuple[
             if piece.finish is not None:
                 left -= 1
                 yield number, texts[number], job
+
+
+def complete_all(engine: Engine, requests: Sequence[TextRequest], bar: Bar) -> list[str]:
+    """The texts alone, in the order of the requests; `bar` advances with each."""
+    texts = [""] * len(requests)
+    for number, text, _ in complete(engine, requests):
+        texts[number] = text
+        bar.advance(1)
+    return texts
 
 
 def engine_request(engine: Engine, request: TextRequest) -> Request:

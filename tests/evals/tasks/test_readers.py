@@ -253,8 +253,8 @@ def test_folders_that_cannot_be_read_say_what_was_expected(tmp_path, name, files
 
 def test_no_folder_at_all(tmp_path):
     for folder, names, said in (
-        ("nowhere", ["mmlu", "hellaswg"], r"There is no benchmark `hellaswg`\. Did you mean `hellaswag`\?"),
-        ("none", ["all"], "There is no folder"),
+        ("nowhere", ["hellaswg"], r"There is no folder .*hellaswg.* Did you mean `hellaswag`\?"),
+        ("none", ["all"], "no folder with a benchmark"),
         (".", ["all"], "no folder with a benchmark"),
     ):
         with pytest.raises(BadInputError, match=said):

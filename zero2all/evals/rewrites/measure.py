@@ -19,14 +19,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from zero2all.common.language import columns, padded
+from zero2all.common.language import cells, table_lines
 from zero2all.common.language import translate as t
 from zero2all.evals.items import CODE, WRITTEN, Item, Task
 from zero2all.evals.judge import Z95, FormResult, JudgeOptions, judge, limited
 from zero2all.evals.rewrites.base import Rewrite, order_of, origin_of, rewritten
-from zero2all.evals.rewrites.list import Chain, ShotRewrite, chosen_rewrites
+from zero2all.evals.rewrites.list import Chain, ShotRewrite
 from zero2all.evals.rewrites.options import HARDEST
-from zero2all.evals.tasks.list import TaskQuestions
 from zero2all.infer.engine import Engine
 
 DOES_NOT_FIT = "the rewrite does not fit"
@@ -310,16 +309,6 @@ def forms_words(row: Mapping[str, Any]) -> str:
 # Rewrites in the report of a checkpoint: the section `rewrites`, its table and its metrics.
 
 
-LEAST_NAME_COLUMNS = 26
-
-
-def rewrite_section(
-    engine: Engine, questions: TaskQuestions, tasks: Sequence[Task], options: JudgeOptions
-) -> dict[str, Any]:
-    """The section `rewrites` of a report."""
-    return {"tasks": measure_rewrites(engine, tasks, chosen_rewrites(questions.rewrites), options)}
-
-
 def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
     """Metrics: the memorisation gap of each rewrite, and the consistency of each task."""
     figures = {}
@@ -334,33 +323,27 @@ def rewrite_figures(section: Mapping[str, Any]) -> dict[str, float]:
 
 def rewrite_lines(section: Mapping[str, Any]) -> list[str]:
     """The section as a table for a terminal."""
-    rewrites = [row["rewrite"] for found in section["tasks"].values() for row in found["rows"]]
-    width = max([LEAST_NAME_COLUMNS, *map(columns, rewrites)])
-    figures = t("form               items  original  expected  rewritten      gap  (95 %)         same  all right")
-    lines = ["", f"{padded(t('rewrites'), width + 4)} {figures}"]
+    rows: list[str | list[str]] = []
     for task, found in section["tasks"].items():
-        lines.append(f"  {task}")
+        rows.append(f"  {task}")
         if not found["rows"]:
-            lines.append(t("    none of these rewrites is compared in the forms of --forms"))
-        lines += [_row_line(row, width) for row in found["rows"] if row["items"]]
+            rows.append(t("    none of these rewrites is compared in the forms of --forms"))
+        for row in found["rows"]:
+            if row["items"]:
+                values = {**row, "forms": forms_words(row), "left_out": sum(row["skipped"].values())}
+                rows.append([f"  {row['rewrite']}", *cells(values, ROW_CELLS)])
         for reason in dict.fromkeys(reason for row in found["rows"] if not row["items"] for reason in row["skipped"]):
             without = dict.fromkeys(
                 row["rewrite"] for row in found["rows"] if reason in row["skipped"] and not row["items"]
             )
-            lines.append(t(f"    all items left out ({reason}): {', '.join(without)}"))
+            rows.append(t(f"    all items left out ({reason}): {', '.join(without)}"))
         for forms, (low, high) in found["spread"].items():
-            lines.append(t(f"    {forms}: gaps from {low:+.1%} to {high:+.1%}"))
+            rows.append(t(f"    {forms}: gaps from {low:+.1%} to {high:+.1%}"))
         for form, share in found["consistency"].items():
-            lines.append(t(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items"))
-    return lines
+            rows.append(t(f"    the same answer as {form} and under all its rewrites: {share:.1%} of the items"))
+    figures = t("form | items | original | expected | rewritten | gap | (95 %) | same | all right | left out")
+    return ["", *table_lines(f"{t('rewrites')} | {figures}", rows)]
 
 
-def _row_line(row: Mapping[str, Any], width: int) -> str:
-    low, high = row["gap_interval"]
-    same, all_right = ("" if row[name] is None else f"{row[name]:.1%}" for name in ("same_answer", "all_right"))
-    left_out = sum(row["skipped"].values())
-    return (
-        f"    {padded(row['rewrite'], width)} {forms_words(row):<18} {row['items']:>5} {row['original']:>9.1%} "
-        f"{row['expected']:>9.1%} {row['rewritten']:>10.1%} {row['gap']:>+8.1%}  {low:>+6.1%} {high:>+6.1%} "
-        f"{same:>6} {all_right:>10}" + (t(f"  ({left_out:,} left out)") if left_out else "")
-    ).rstrip()
+ROW_CELLS = {"forms": "", "items": ",", "original": ".1%", "expected": ".1%", "rewritten": ".1%", "gap": "+.1%"}
+ROW_CELLS |= {"gap_interval": "+.1%", "same_answer": ".1%", "all_right": ".1%", "left_out": ","}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zero2all.evals.items import QUESTION, Item
+from zero2all.evals.items import QUESTION, Item, language_of
 from zero2all.evals.rewrites.base import Rewrite, of_choices, with_options
 
 LABEL_SETS = {
@@ -23,11 +23,6 @@ NEEDS_ALL_OPTIONS = re.compile(
 """Questions that compare the options or ask for the wrong one: `none of the others` would have no clear answer."""
 SPEAKS_OF_OPTIONS = re.compile(r"\b(?:above|below|none of|both|all of|[A-E] and [A-E])\b|以上|都对|都不|均", re.I)
 """Options that speak of other options lose their meaning when those move."""
-
-
-def language_of(item: Item) -> str:
-    """The language of words that a rewrite adds."""
-    return "zh" if item.language == "zh" else "en"
 
 
 def listed(item: Item, labels: Sequence[str], options_first: bool = False) -> str:

@@ -10,10 +10,10 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item, proposed
+from zero2all.evals.items import BLANK, CONTINUE, QUESTION, SENTENCE, Item, language_of, proposed
 from zero2all.evals.ngrams import simplified_of
 from zero2all.evals.rewrites.base import Rewrite, of_choices, with_options
-from zero2all.evals.rewrites.options import labelled, language_of, listed_for_writing
+from zero2all.evals.rewrites.options import labelled, listed_for_writing
 
 IRRELEVANT = {
     "en": ("Tom is wearing a red coat today.", "It rained a little in the morning.", "The shop closes at six."),
@@ -44,15 +44,12 @@ def _true_or_false(item: Item, _: random.Random) -> Item | None:
 def _proposed(item: Item, _: random.Random) -> list[Item]:
     """The same in writing: a question for every option, to be answered with true or false."""
     words = ("对", "错") if language_of(item) == "zh" else ("True", "False")
+    right = item.golds or (item.gold,)
     asked = [
-        with_options(item, words, int(not is_right), [-1, -1], question=proposed(item, choice))
-        for choice, is_right in zip(item.choices, _are_right(item), strict=True)
+        with_options(item, words, int(number not in right), [-1, -1], question=proposed(item, choice))
+        for number, choice in enumerate(item.choices)
     ]
     return [replace(each, extra={**each.extra, "labels": "", "golds": ()}) for each in asked]
-
-
-def _are_right(item: Item) -> list[bool]:
-    return [number in (item.golds or (item.gold,)) for number in range(len(item.choices))]
 
 
 def _sentences(item: Item, _: random.Random) -> Item:
@@ -123,14 +120,8 @@ TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 
 
 def _everywhere(item: Item, table: dict[int, int] | dict[int, str]) -> Item:
-    choices = tuple(choice.translate(table) for choice in item.choices)
-    return replace(
-        item,
-        question=item.question.translate(table),
-        context=item.context.translate(table),
-        choices=choices,
-        answer=item.answer.translate(table),
-    )
+    texts = {name: getattr(item, name).translate(table) for name in ("question", "context", "answer")}
+    return replace(item, choices=tuple(choice.translate(table) for choice in item.choices), **texts)
 
 
 def _changed(before: Item, after: Item) -> Sequence[Item]:

@@ -293,7 +293,9 @@ class Reader:
                     # A row may hold several questions; one without an id of its own is named after its place.
                     place_name = f"{file.stem}:{number}{f'.{place + 1}' if place else ''}"
                     try:
-                        item = _usable(found, place_name)
+                        if isinstance(found, ItemError):
+                            raise found
+                        item = check_item(found if found.id else replace(found, id=place_name))
                         if item.id in items:
                             raise ItemError(DUPLICATE, f"there is another item {item.id}")
                         items[item.id] = item
@@ -311,12 +313,6 @@ class Reader:
             return [error]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             return [ItemError(NOT_READABLE, f"its format is not that of {self.name} ({error!r})")]
-
-
-def _usable(found: Item | ItemError, place_name: str) -> Item:
-    if isinstance(found, ItemError):
-        raise found
-    return check_item(found if found.id else replace(found, id=place_name))
 
 
 def with_choices(question: str, choices: Iterable[str], gold: int, **more: Any) -> Item:

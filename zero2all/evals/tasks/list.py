@@ -40,21 +40,11 @@ SHARED_FOLDERS = {"arc_easy": "arc", "arc_challenge": "arc"}
 def read_tasks(data: Path, names: Sequence[str], unread: dict[str, str] | None = None) -> list[Task]:
     """The tasks of these names, each from its folder below `data`; `all`: every folder there. A task whose files cannot
     be used is an error; or, where `unread` is given, it is put there with the reason, and the others are read."""
-    if not data.is_dir():
-        if unknown := [name for name in names if name not in (*READERS, "all")]:
-            raise BadInputError(
-                f"There is no benchmark `{unknown[0]}`. {nearest_hint(unknown[0], READERS)} A set of your own is a "
-                f"folder {data / unknown[0]} with JSON lines or CSV files (question, choices, answer)."
-            )
-        raise BadInputError(
-            f"There is no folder {data}. `z2a eval download NAME --data {data}` downloads a benchmark into it."
-        )
     if list(names) == ["all"]:
         names = [name for name in READERS if folder_of(data, name).is_dir()]
         known = {folder_of(data, name) for name in names}
-        names += sorted(
-            path.name for path in data.iterdir() if path.is_dir() and path not in known and path.name[0] != "."
-        )
+        others = [path for path in data.glob("*") if path.is_dir() and path not in known and path.name[0] != "."]
+        names += sorted(path.name for path in others)
         if not names:
             raise BadInputError(
                 f"{data} has no folder with a benchmark. `z2a eval download NAME --data {data}` gets one."
@@ -105,7 +95,7 @@ def read_task(data: Path, name: str) -> Task:
 def _existing_folder(data: Path, name: str) -> Path:
     folder = folder_of(data, name)
     if not folder.is_dir():
-        here = sorted(path.name for path in data.iterdir() if path.is_dir())
+        here = sorted(path.name for path in data.glob("*") if path.is_dir())
         advice = f"`z2a eval download {name} --data {data}` gets it where there is a network."
         if name not in READERS:
             hint = nearest_hint(name, dict.fromkeys([*here, *READERS]))

@@ -7,7 +7,7 @@ passage), LAMBADA (the last word). Problems whose solution is written out: GSM8K
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from zero2all.evals.items import (
@@ -34,6 +34,11 @@ def _subject(file: DataFile) -> str:
     if re.match(r"(train|dev|val|test)-\d", file.stem):
         return file.name.split("/")[-2] if "/" in file.name else ""
     return re.sub(r"_(train|dev|val|test)$", "", file.stem)
+
+
+def _without(*words: str) -> Callable[[list[DataFile]], list[DataFile]]:
+    """Leaves out the files with one of these words in their path."""
+    return lambda files: [file for file in files if not any(word in str(file).lower() for word in words)]
 
 
 def lettered(language: str) -> Any:
@@ -161,14 +166,12 @@ def _pair(language: str) -> Any:
     return read
 
 
-def _kept(files: list[DataFile]) -> list[DataFile]:
-    """ZhoBLiMP keeps the paradigms that people disagreed on apart."""
-    return [file for file in files if "excluded" not in str(file).lower()]
-
-
 def _pairs(name: str, language: str) -> Reader:
+    """Minimal pairs. ZhoBLiMP keeps the paradigms that people disagreed on apart."""
     suffixes = (".json", ".jsonl", ".parquet")
-    return Reader(name, language, _pair(language), ("", "train", "test"), suffixes=suffixes, choose=_kept, **SCORED)
+    return Reader(
+        name, language, _pair(language), ("", "train", "test"), suffixes=suffixes, choose=_without("excluded"), **SCORED
+    )
 
 
 SCORED: dict[str, Any] = {"forms": ("cloze", "bits"), "default_shots": 0}
@@ -273,13 +276,8 @@ def _humaneval(row: Any, _: DataFile) -> Iterator[Item]:
     yield Item(text(row, "task_id"), head, answer=body, language="code", extra=extra, shape=CODE)
 
 
-def _without_examples(files: list[DataFile]) -> list[DataFile]:
-    """Their repositories have model solutions, examples and (GSM8K) a second wording beside the questions."""
-    others = ("example", "socratic")
-    return [file for file in files if not any(word in str(file).lower() for word in others)]
-
-
-BOTH: dict[str, Any] = {"forms": OPEN, "choose": _without_examples}
+BOTH: dict[str, Any] = {"forms": OPEN, "choose": _without("example", "socratic")}
+"""Their repositories have model solutions, examples and (GSM8K) a second wording beside the questions."""
 SOLVING = (
     Reader("gsm8k", "en", _gsm8k, ("test",), ("train",), **BOTH),
     Reader("humaneval", "code", _humaneval, ("test", ""), default_shots=0, **{**BOTH, "forms": OPEN[:2]}),
