@@ -68,17 +68,17 @@ def parity(folder: str) -> dict[str, Any]:
     asked = [forms.generate(item, []) if n % 2 else forms.think(item, []) for n, item in enumerate(items)]
     engine = Engine(loaded)
     requests = [TextRequest(each.prompt, NEW_TOKENS, stop=each.stop, heal=False) for each in asked]
-    ours = {number: text for number, text, _ in complete(engine, requests)}
+    ours = {number: (text, job.new_ids) for number, text, job in complete(engine, requests)}
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     differing, near = [], 0
     for number, writing in enumerate(asked):
         ids = [loaded.tokenizer.begin_id or 0, *loaded.tokenizer.encode_text(writing.prompt)]
         theirs, close = _plain(model, ids, loaded.tokenizer.end_id)
-        text = loaded.tokenizer.decode(theirs)
-        cut = min((text.find(stop) for stop in writing.stop if stop in text), default=len(text))
-        if text[:cut] != ours[number]:
+        text, mine = ours[number]
+        is_stopped = any(stop in loaded.tokenizer.decode(mine) for stop in writing.stop)
+        if mine != (theirs[: len(mine)] if is_stopped else theirs):
             near += close
-            differing.append({"prompt": writing.prompt[-80:], "ours": ours[number], "transformers": text[:cut]})
+            differing.append({"prompt": writing.prompt[-80:], "ours": text, "ids": [mine, theirs]})
     return {"model": Path(folder).name, "items": ASKED, "equal": ASKED - len(differing), "near_ties": near,
             "differing": differing[:5]}  # fmt: skip
 

@@ -5,8 +5,9 @@
     read_answer(item, "Who knows?", "ABCD")                                        None: an answer that cannot be read
 
 Rules, of which the first that finds something counts: a label, or an option's text, after `answer is`; a label after
-`option`; a label that begins the text; an option's text that does; the only label that stands alone; the only option
-that is named. `A is wrong` names no label, nor does `A or B` where one is right. An answer that none finds is wrong.
+`option`; a label that begins the text; an option's text that does; in the first line, the only label that stands
+alone; there, the only option that is named. `A is wrong` names no label, nor does `A or B` where one is right. An
+answer that none finds is wrong.
 """
 
 import re
@@ -21,11 +22,12 @@ MARKERS = {"en": "So the answer is", "zh": "所以答案是"}
 PLAIN = {0x2212: ord("-"), **{code + 0xFEE0: code for code in b"0123456789" + string.ascii_letters.encode()}}
 NUMBER = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)"
 FINAL = (
-    r"(?:####|(?i:\\boxed(?=\{)|answers? (?:is|are|(?:must|should|would) be)\b|answers?\W{0,2}:)"
+    r"(?:####|(?i:\\boxed(?=\{)|(?:answers?|reply|response) (?:is|are|(?:must|should|would) be)\b|answers?\W{0,2}:)"
     r"|答案(?:应该?)?[是为选：:]|故选|而是)[:：]?"
 )
 ASIDE = r"(?:(?i:option|choose)|选项?|选择)\s*[:：]?"
 OPENING = r"[\s(（\[{*_\"“'`$¥:：]*"
+SENTENCE_END = r"(?<=\w)[.!?](?:\s|$)|[。！？]"
 BETWEEN = r"(?:[\s,，、;；&/*_()（）\[\]\"'“”-]|(?i:and|as well as)|和|与|及|以及|项)*"
 WRONG = r"(?!(?: (?:is|are)(?: not\b| wrong| incorrect| false|n't))|\s*项?(?:都|均)?(?:不|错))"
 SMALL = rf"(?:{FINAL}|{ASIDE}|\A){OPENING}(?:[a-z]{{1,4}}(?=[)\].:*}}]*\s*$)|[a-z](?=[)\].:]))"
@@ -50,7 +52,7 @@ def read_answer(item: Item, written: str, labels: str = LABELS, is_thought: bool
         number = number_in("####" + written, 0) if is_thought else number_in(written)
         return None if number is None else str(number)
     line = written.partition("\n")[0]
-    sentence = re.split(r"(?<=[^\W\d])[.!?](?:\s|$)|[。！？]", re.split(FINAL, line, maxsplit=1)[-1])[0]
+    sentence = re.split(SENTENCE_END, re.split(FINAL, line, maxsplit=1)[-1])[0]
     right = right_answers(item)
     return next((text for text in map(normalised, (line, sentence)) if text in right), normalised(sentence)) or None
 
@@ -109,7 +111,10 @@ def _option(written: str, labels: str, choices: Sequence[str]) -> list[int]:
             begun = [number for number, text in enumerate(choices) if _begins(written[found.end() :], text)]
             if begun and before != ASIDE:
                 return [max(begun, key=lambda number: len(choices[number]))]
-    return next((only for only in (_alone(written, labels), _named(written, choices)) if len(only) == 1), [])
+    line = written.partition("\n")[0]  # what comes later may be another question
+    if all(re.fullmatch(NUMBER, text) for text in choices):
+        line = re.split(SENTENCE_END, line)[0]  # or another sum
+    return next((only for only in (_alone(line, labels), _named(line, choices)) if len(only) == 1), [])
 
 
 def _several(written: str, labels: str, choices: Sequence[str]) -> list[int]:

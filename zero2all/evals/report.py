@@ -265,6 +265,8 @@ def task_section(
     results = judge(engine, tasks, options)
     problems = [line for task in tasks for line in (f"{task.name} {problem}" for problem in task.problems)]
     problems += dict.fromkeys(line for result in results for line in result.problems)  # those of cloze come twice
+    without = [task for task in tasks if task.name not in {result.task for result in results}]
+    problems += [f"{task.name}: not asked; its forms are {', '.join(task.forms)}" for task in without]
     found = {task.name: contaminated_ids(contamination, task) for task in tasks}
     values = [_as_values(result, found[result.task]) for result in results]
     section = {"results": values, "summary": summary(results), "problems": problems}
