@@ -19,8 +19,12 @@ from zero2all.evals.items import LABELS, Item
 
 MARKERS = {"en": "So the answer is", "zh": "所以答案是"}
 """What a text that thinks first says before its final answer."""
-PLAIN = {0x2212: ord("-"), **{code + 0xFEE0: code for code in b"0123456789" + string.ascii_letters.encode()}}
-NUMBER = r"(?:(?<![\w)])-)?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)"
+PLAIN = {
+    0x2212: ord("-"),
+    0xFF0D: ord("-"),
+    **{code + 0xFEE0: code for code in b"0123456789" + string.ascii_letters.encode()},
+}
+NUMBER = r"(?:(?<![A-Za-z0-9_)])-)?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)"
 FINAL = (
     r"(?:####|(?i:\\boxed(?=\{)|(?:answers?|reply|response) (?:is|are|(?:must|should|would) be)\b|answers?\W{0,2}:)"
     r"|答案(?:应该?)?[是为选：:]|故选|而是)[:：]?"
@@ -134,7 +138,9 @@ def _one_of(labels: str, is_alone: bool = False) -> str:
         return "(?!)"
     kinds = {"A-Za-z0-9": str.isascii, "\u4e00-\u9fff": lambda label: label >= "\u4e00"}
     beside = next((f"[{kind}]" for kind, is_of in kinds.items() if is_of(labels[0])), "(?!)")
-    return (f"(?<!{beside})" if is_alone else "") + f"([{re.escape(labels)}])(?!{beside}){WRONG}"
+    return (
+        rf"(?<!{beside})(?<!不是)(?<!not )(?<!nor )(?<!neither )" if is_alone else ""
+    ) + f"([{re.escape(labels)}])(?!{beside}){WRONG}"
 
 
 def _alone(written: str, labels: str) -> list[int]:
