@@ -16,6 +16,7 @@ from tests.train.ranks import RankStarter
 from zero2all.common.workspace import Workspace, open_workspace
 from zero2all.config import RunConfig, config_from_values, config_yaml
 from zero2all.corpus import BuildOptions, Source, build_corpus
+from zero2all.corpus.dedup.config import DedupConfig
 from zero2all.packed.writer import pack_corpus
 from zero2all.parallel.world import World
 from zero2all.tokenizer.config import TokenizerConfig
@@ -78,6 +79,10 @@ def prepared_run(settings: RunConfig, work: Workspace, fresh: bool = False) -> t
     return prepare(settings, work, World(), CheckpointStore(work.run(settings.train.name)), fresh=fresh)
 
 
+KEEP_ALL = DedupConfig(near="off")
+"""So that what these tests train on does not depend on how near copies and the split are found."""
+
+
 def build_small_corpus(work: Workspace, seed: int = 0) -> None:
     rng = random.Random(seed)
     parts = {"en": ["ka", "lo ", "mi", "ter ", "vun, ", "es. "], "zh": [chr(0x4E00 + n) for n in range(40)]}
@@ -88,7 +93,7 @@ def build_small_corpus(work: Workspace, seed: int = 0) -> None:
         path = work.raw / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         sources.append(Source(name, path, name))
-    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.15, rules="none"))
+    build_corpus(work.corpus, sources, BuildOptions(valid_share=0.15, rules="none", dedup=KEEP_ALL))
 
 
 @pytest.fixture(scope="session")
