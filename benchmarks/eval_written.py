@@ -5,7 +5,7 @@
     python benchmarks/eval_written.py thinking --work W          sums of three numbers: probability of the options,
                                                                  the answer at once, and after written steps
     python benchmarks/eval_written.py memory --work W            questions seen 20 times in training, others never
-    python benchmarks/eval_written.py show                       what was measured
+    python benchmarks/eval_written.py show                      what was measured, once it was
 
 `thinking`: a model of 1.1 M parameters learns sums of three numbers of two digits from text, half of them told at once
 and half with their steps, in two seeds; judged are 500 sums that stand in no training text, in the three forms, with
