@@ -122,7 +122,7 @@ def test_every_display_of_the_held_out_loss_shows_the_one_that_training_recorded
         assert table[channel][1] == f"{bits:.3f}"
         assert before["held_out"][channel]["bits_per_byte"] == bits
     assert re.search(rf"training loss  held-out loss(.*\n)+.* {loss:.4f} ", z2a.done("runs", "--work", work))
-    assert f"  {'all':<18} {loss:>8.4f}" in z2a.done("eval", "quickstart", "--work", work)
+    assert re.search(rf"(?m)^  all +{loss:.4f} ", z2a.done("eval", "quickstart", "--work", work))
     assert read_json(report)["held_out"] == before["held_out"], "the same figures, and no report set aside"
     assert not list(report.parent.glob("*earlier*"))
 
